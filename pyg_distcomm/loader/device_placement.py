@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.store import latest_mesh
 from pyg_distcomm.graph.local_adjacency import hand_over
+from pyg_distcomm.sampling.graph_source import edges_of
 
 DEVICE, PINNED, ON_HOST = "device", "pinned", "host"
 PLACES = {"graph_on": (DEVICE, PINNED), "rows_on": (DEVICE, PINNED, ON_HOST)}
@@ -56,16 +57,8 @@ class Placement:
 
         If one is wrong, the other ranks raise at their next wait.
         """
-        cache, rows_on = options.cache, options.rows_on
         try:
-            num_cached_rows(cache, 0)
-            if cache and rows_on != PINNED:
-                raise ValueError(
-                    f"got cache={cache!r}, which is for rows in pinned memory; give "
-                    "rows_on='pinned', or for a share "
-                    "features=DistFeatureStore.from_data(..., cache=...)"
-                )
-            return Placement._of(options.device, options.graph_on, rows_on, cache)
+            return Placement._of(options)
         except ValueError as error:
             mesh = latest_mesh()
             if mesh is not None and mesh.everyone.watch is not None:
@@ -73,7 +66,16 @@ class Placement:
             raise
 
     @staticmethod
-    def _of(device: Any, graph_on: str, rows_on: str, cache: float) -> Placement | None:
+    def _of(options: Any) -> Placement | None:
+        device, cache = options.device, options.cache
+        graph_on, rows_on = options.graph_on, options.rows_on
+        num_cached_rows(cache, 0)
+        if cache and rows_on != PINNED:
+            raise ValueError(
+                f"got cache={cache!r}, which is for rows in pinned memory; give "
+                "rows_on='pinned', or for a share "
+                "features=DistFeatureStore.from_data(..., cache=...)"
+            )
         for name, place in (("graph_on", graph_on), ("rows_on", rows_on)):
             if place not in PLACES[name]:
                 raise ValueError(f"{name} must be one of {PLACES[name]}, got {place!r}")
@@ -156,12 +158,8 @@ class Placement:
             for store in data.node_stores
         }
         for store in data.edge_stores:
-            source = store.get("edge_index")
-            if "adj_t" in store:
-                source = to_edge_index(store.adj_t)[0].flip(0)
-            if isinstance(source, Tensor):
-                degree = degrees[None if store._key is None else store._key[0]]
-                degree += torch.bincount(source[0], minlength=len(degree))
+            degree = degrees[None if store._key is None else store._key[0]]
+            degree += torch.bincount(edges_of(store)[0], minlength=len(degree))
         for kind, score in degrees.items():
             order = torch.argsort(score, descending=True, stable=True)
             ids = order[: num_cached_rows(self.cache, len(score))].sort().values
@@ -312,16 +310,10 @@ class SideStream:
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yields the tensors of a minibatch, of a sampler's output, or of lists and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Data, HeteroData)):
-        for store in value.stores:
-            yield from tensors_of(dict(store))
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_of(item)
-    elif hasattr(value, "metadata") and hasattr(value, "node"):
-        yield from tensors_of(vars(value))
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif isinstance(leaf, (Data, HeteroData)):
+            yield from tensors_of([dict(store) for store in leaf.stores])
+        elif hasattr(leaf, "metadata") and hasattr(leaf, "node"):
+            yield from tensors_of(vars(leaf))

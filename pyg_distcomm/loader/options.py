@@ -22,6 +22,7 @@ from pyg_distcomm.kernels.core_ops import HASH_ODD, as_bytes, hash_sum
 from pyg_distcomm.loader.feature_store import DistFeatureStore
 from pyg_distcomm.partition.partition import leave_in_file, pieces
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
+from pyg_distcomm.sampling.graph_source import edges_of
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -409,21 +410,15 @@ def _value_sum(values: Any, world: Axis | None) -> int:
 
 def _edge_sum(store: Any) -> int:
     """Sums a hash of each edge and its position, modulo 2^64."""
-    edge_index, adj, place = store.get("edge_index"), store.get("adj_t"), None
+    edge_index, place = edges_of(store), None
     if isinstance(edge_index, DistEdgeIndex):
         source, target = edge_index.topology.source_gid, edge_index.topology.target_gid
         place = edge_index.edges.place
         of, known, _ = edge_index.edges.derived.get("counted", (None, 0, None))
         if of is source:  # found while the part was loaded
             return _wrapped(known)
-    elif isinstance(edge_index, Tensor):
-        source, target = edge_index.as_subclass(Tensor)
-    elif isinstance(adj, Tensor):
-        target, source = adj.to_sparse_coo().coalesce().indices()
-    elif adj is not None:
-        target, source, _ = adj.coo()
     else:
-        return 0
+        source, target = edge_index.as_subclass(Tensor)
     # samplers draw positions among a node's edges, so the order of edges matters
     total, begin = 0, 0
     for part, end in zip(pieces(source), pieces(target), strict=True):

@@ -121,14 +121,14 @@ class BulkMatrix:
     @staticmethod
     def row_per_node(nodes: BulkNodes, num_cols: int) -> BulkMatrix:
         """Returns Q with one row for each node, a one in its column."""
-        check_nodes(nodes, num_cols, "nodes")
+        check_ids(nodes.id, num_cols, "nodes")
         each = torch.arange(len(nodes.id) + 1, device=nodes.id.device)
         return BulkMatrix(each, nodes.id, None, num_cols, nodes.ptr)
 
     @staticmethod
     def row_per_batch(nodes: BulkNodes, num_cols: int) -> BulkMatrix:
         """Returns Q with one row for each minibatch, its nodes counted."""
-        check_nodes(nodes, num_cols, "nodes")
+        check_ids(nodes.id, num_cols, "nodes")
         each = torch.arange(len(nodes.id) + 1, device=nodes.id.device)
         ones = CSR(Pattern(each, nodes.id, num_cols))
         c = spgemm(CSR(Pattern(nodes.ptr, each[:-1], len(nodes.id))), ones)
@@ -247,15 +247,26 @@ def _no_function(what: str) -> str:
     )
 
 
-def check_nodes(nodes: BulkNodes, size: int, what: str) -> None:
-    """Raises ValueError for ids outside 0 .. size - 1."""
-    if not nodes.id.numel():
+def check_ids(ids: Tensor, size: int, what: str, of: str = "", do: str = "") -> None:
+    """Raises ValueError for ids outside 0 .. size - 1; says of what, and what to do."""
+    if not ids.numel():
         return
-    low, high = (int(v) for v in nodes.id.aminmax())
+    low, high = (int(v) for v in ids.aminmax())
     if low < 0 or high >= size:
         raise ValueError(
-            f"{what} span {low} .. {high}, but there are {size} (0 .. {size - 1})"
+            f"{what} span {low} .. {high}, but there are {size}{of} (0 .. {size - 1}){do}"
         )
+
+
+def check_seeds(ids: Tensor) -> Tensor:
+    """Returns seeds; raises ValueError unless they are a vector of ids."""
+    if ids.shape == (0,):
+        return ids
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"seeds must be a vector of node ids, got {list(ids.shape)} of {ids.dtype}"
+        )
+    return ids
 
 
 def offsets(sizes: Tensor) -> Tensor:
@@ -344,8 +355,8 @@ def extract(a: BulkMatrix, rows: BulkNodes, cols: BulkNodes) -> BulkMatrix:
     """
     if len(rows) != len(cols):
         raise ValueError(f"rows of {len(rows)} minibatches, but columns of {len(cols)}")
-    check_nodes(rows, a.num_rows, "rows")
-    check_nodes(cols, a.num_cols, "columns")
+    check_ids(rows.id, a.num_rows, "rows")
+    check_ids(cols.id, a.num_cols, "columns")
     wanted = (rows.id, rows.ptr), (cols.id, cols.ptr)
     row, col, entry = kernels.extract((a.rowptr, a.col), *wanted)
     rowptr = offsets(torch.bincount(row, minlength=len(rows.id)))

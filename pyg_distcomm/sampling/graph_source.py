@@ -19,39 +19,16 @@ from torch_geometric.data import (
     remote_backend_utils,
 )
 from torch_geometric.data.graph_store import EdgeLayout
-from torch_geometric.sampler.utils import to_csc
+from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm.comm.consistency import naming
 from pyg_distcomm.kernels.sample_ops import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sampling.algebra import check_ids
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 MIN_WEIGHT = 1e-300  # of a positive weight
-
-
-def check_ids(ids: Tensor, size: int, end: str) -> None:
-    """Raises ValueError unless node ids at one end of the edges lie in 0 .. size - 1."""
-    if not ids.numel():
-        return
-    low, high = (int(v) for v in ids.aminmax())
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"the {end} nodes of edge_index span {low} .. {high}, but there are {size} "
-            f"nodes (0 .. {size - 1}); fix the edges, or num_nodes"
-        )
-
-
-def check_csc(colptr: Tensor, row: Tensor, sizes: tuple[int, int]) -> None:
-    """Raises ValueError for offsets that a kernel would follow out of bounds."""
-    steps = colptr.diff()
-    fits = colptr.numel() == sizes[1] + 1 and int(colptr[0]) == 0
-    if not fits or int(colptr[-1]) != row.numel() or bool((steps < 0).any()):
-        raise ValueError(
-            f"got {colptr.numel()} offsets of a CSC matrix, wanted {sizes[1] + 1}, ascending "
-            f"from 0 to {row.numel()} edges; fix colptr, or num_nodes"
-        )
-    check_ids(row, sizes[0], "source")
 
 
 def check_times(relation: Relation, node_time: Tensor | None) -> None:
@@ -151,15 +128,6 @@ def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
     return weight.contiguous()
 
 
-def _csc(graph: GraphStore, backward: bool) -> Any:
-    """Returns (colptr, row, perm), or one dictionary of each by edge type."""
-    if backward:
-        colptr, row, perm = graph.csr()
-    else:
-        row, colptr, perm = graph.csc()
-    return colptr, row, perm
-
-
 def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
     if name is None:
         return {}
@@ -235,13 +203,25 @@ def read_topology(
     if isinstance(data, (Data, HeteroData)):
         _check_whole(data)
         check_names(data, time_attr, weight_attr)
-        return _from_data(data, time_attr, weight_attr, is_sorted, backward)
+        times = _times_of(data, time_attr)
+        return _from_data(data, *times, weight_attr, is_sorted, backward)
     if isinstance(data, tuple) and len(data) == 2:
         return _from_stores(data, time_attr, weight_attr, backward)
     raise TypeError(
         f"got a {type(data).__name__}, wanted a Data, a HeteroData or a pair (FeatureStore, "
         "GraphStore); convert it"
     )
+
+
+def edges_of(store: Any) -> Tensor:
+    """Returns the sources and targets `[2, E]` of a store, also of a sparse matrix."""
+    if "edge_index" in store:
+        found: Tensor = store.edge_index
+        return found
+    if "adj_t" in store or "adj" in store:
+        adj_t = store.adj_t if "adj_t" in store else store.adj.t()
+        return to_edge_index(adj_t)[0].flip(0)
+    return torch.empty(2, 0, dtype=torch.int64)
 
 
 def _check_whole(data: Data | HeteroData) -> None:
@@ -276,7 +256,8 @@ def remember(
 
 def _from_data(
     data: Data | HeteroData,
-    time_attr: str | None,
+    node_time: dict[Any, Tensor],
+    edge_time: dict[Any, Tensor],
     weight_attr: str | None,
     is_sorted: bool,
     backward: bool,
@@ -284,7 +265,6 @@ def _from_data(
     node_types, edge_types = [None], [None]
     if isinstance(data, HeteroData):
         node_types, edge_types = data.metadata()
-    node_time, edge_time = _times_of(data, time_attr)
     index = {name: k for k, name in enumerate(node_types)}
     sizes = tuple(_size(_store(data, name).num_nodes) for name in node_types)
     relations = []
@@ -357,59 +337,25 @@ def _from_stores(
             )
     edge_types = list(dict.fromkeys(attr.edge_type for attr in edge_attrs))
     times = _times(features, time_attr)
+    times = {key: read_times(t, str(time_attr)) for key, t in times.items()}
+    row, col, _ = store.coo()
     if edge_types == [None]:
-        node_types, sizes = [None], [max(edge_attrs[0].size)]
-        time = _single(times) if time_attr is not None else None
+        ends = torch.stack([row, col]).long()
+        data: Any = Data(edge_index=ends, num_nodes=max(edge_attrs[0].size))
+        found = {} if time_attr is None else {None: _single(times)}
         # PyG takes an attribute named 'time' as times of nodes, any other as times of edges
-        by_node = time_attr == "time"
-        node_time, edge_time = [time if by_node else None], [None if by_node else time]
-        parts = [_csc(store, backward)]
+        node_time, edge_time = (found, {}) if time_attr == "time" else ({}, found)
     else:
+        data = HeteroData()
         names = [a.group_name for a in features.get_all_tensor_attrs()]
         names = [name for name in names if isinstance(name, str)]
         names += [end for s, _, t in edge_types for end in (s, t)]
-        node_types = list(dict.fromkeys(names))
-        sizes = [int(remote_backend_utils.num_nodes(*stores, t)) for t in node_types]
-        node_time = [times.get(t) for t in node_types]
-        edge_time = [times.get(t) for t in edge_types]
-        colptr, row, perm = _csc(store, backward)
-        parts = [(colptr[k], row[k], perm.get(k)) for k in edge_types]
-    clocks = tuple(_read_times(t, time_attr) for t in node_time)
-    index = {name: k for k, name in enumerate(node_types)}
-    relations = []
-    for key, part, time in zip(edge_types, parts, edge_time, strict=True):
-        source, target = (index[end] for end in _ends(key))
-        ends = (target, source) if backward else (source, target)
-        with naming_edge_type(key):
-            clock = _read_times(time, time_attr)
-            relations.append(
-                _relation_of_store(part, ends, sizes, clock, clocks[ends[0]])
-            )
-    graph = SampleGraph(tuple(sizes), tuple(relations), clocks)
-    return SampledTopology(graph, node_types, edge_types, torch.int64)
-
-
-def _read_times(time: Tensor | None, name: str | None) -> Tensor | None:
-    return None if time is None else read_times(time, str(name))
-
-
-def _relation_of_store(
-    part: tuple[Tensor, Tensor, Tensor | None],
-    ends: tuple[int, int],
-    sizes: list[int],
-    time: Tensor | None,
-    node_time: Tensor | None,
-) -> Relation:
-    """Returns the relation of one edge type of stores, from (colptr, row, perm)."""
-    (colptr, row, perm), (source, target) = part, ends
-    _check_length("edges", row.numel(), "times", time)
-    _check_length("nodes", sizes[source], "times", node_time)
-    if time is not None and perm is not None:
-        time = time[perm.long()]
-    check_csc(colptr, row, (sizes[source], sizes[target]))
-    relation = replace(_from_csc(colptr, row, perm, source, target), time=time)
-    check_times(relation, node_time)
-    return relation
+        for name in dict.fromkeys(names):
+            data[name].num_nodes = remote_backend_utils.num_nodes(*stores, name)
+        for key in edge_types:
+            data[key].edge_index = torch.stack([row[key], col[key]]).long()
+        node_time = edge_time = times
+    return _from_data(data, node_time, edge_time, None, False, backward)
 
 
 def _relation(
@@ -423,17 +369,11 @@ def _relation(
 ) -> Relation:
     """Returns the relation of one store; sources and targets are swapped if backward."""
     _check_length("source nodes", sizes[0], "times", node_time)
-    edge_index = store.get("edge_index")
-    if edge_index is None:
-        way = {"to_transpose": True} if backward else {}  # from PyG 2.7 on
-        colptr, row, perm = to_csc(store, device="cpu", **way)
-        check_csc(colptr, row, sizes[::-1] if backward else sizes)
-        relation = _from_csc(colptr, row, perm, 0, 0)
-    else:
-        # checked before edges are sorted by time: a kernel follows that order
-        _check_length("edges", edge_index.size(-1), "times", edge_time)
-        built_for = (sizes, is_sorted, backward, node_time, edge_time)
-        relation = _from_edges(edge_index, *built_for)
+    edge_index = edges_of(store)
+    # checked before edges are sorted by time: a kernel follows that order
+    _check_length("edges", edge_index.size(-1), "times", edge_time)
+    built_for = (sizes, is_sorted, backward, node_time, edge_time)
+    relation = _from_edges(edge_index, *built_for)
     if weight is None and edge_time is None:
         check_times(relation, node_time) if is_sorted else None
         return relation
@@ -477,8 +417,12 @@ def _from_edges(
         )
     source, target = edges[1 if backward else 0], edges[0 if backward else 1]
     source_size, target_size = sizes[::-1] if backward else sizes
-    check_ids(source, source_size, "source")
-    check_ids(target, target_size, "target")
+    for ids, size, end in (
+        (source, source_size, "source"),
+        (target, target_size, "target"),
+    ):
+        what, do = f"the {end} nodes of edge_index", "; fix the edges, or num_nodes"
+        check_ids(ids, size, what, " nodes", do)
     colptr = _offsets(target, target_size)
     if is_sorted:
         if target.numel() and bool((target[1:] < target[:-1]).any()):
@@ -499,18 +443,6 @@ def _from_edges(
         known = [one for one in known if one[0][0] == memo[0]]  # of this version
         PROCESS.topologies[edge_index] = [*known, (memo, relation)]
     return relation
-
-
-def _from_csc(
-    colptr: Tensor, row: Tensor, perm: Tensor | None, source: int, target: int
-) -> Relation:
-    colptr = colptr.long().clone()
-    if perm is None:
-        return Relation(source, target, colptr, _own_copy(row), 1)
-    pair = torch.stack([row.long(), perm.long()], 1).view(-1)
-    if pair.numel() == 0 or int(pair.max()) < 2**31:
-        pair = pair.int()
-    return Relation(source, target, colptr, pair, 2)
 
 
 def _own_copy(row: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from torch_geometric.data import Data
 
 from pyg_distcomm import kernels
 from pyg_distcomm.kernels.sample_ops import Relation
-from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, check_nodes, offsets
+from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, check_ids, offsets
 from pyg_distcomm.sampling.graph_source import read_topology
 from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule
 
@@ -301,7 +301,7 @@ class LocalLayerGraph:
     def _find(self, rows: BulkNodes) -> tuple[Tensor, Tensor]:
         """Returns the local position of each row, and whether the row is held here."""
         if self._host_graph is None:  # rows for a device copy are checked before
-            check_nodes(rows, self.num_nodes, "rows")
+            check_ids(rows.id, self.num_nodes, "rows")
         if self._gid is None:
             return rows.id, torch.ones_like(rows.id).bool()
         if not len(self._gid):

@@ -44,7 +44,8 @@ from pyg_distcomm.sampling.algebra import (
     BulkNodes,
     Sample,
     SharedRow,
-    check_nodes,
+    check_ids,
+    check_seeds,
     fixed_point,
     sample,
 )
@@ -279,8 +280,8 @@ class KeyedLayerSampler(BaseSampler):
     ) -> list[LayerSamplerOutput]:
         """Samples k minibatches in one pass of the algebra for each layer."""
         keys = [self._key(each) for each in inputs]
-        batch = BulkNodes.of([_seeds(each.node) for each in inputs])
-        check_nodes(batch, self.graph.num_nodes, "seeds")
+        batch = BulkNodes.of([check_seeds(each.node) for each in inputs])
+        check_ids(batch.id, self.graph.num_nodes, "seeds")
         if self.device is not None:
             batch = batch.to(self.device)
         seed_columns = None
@@ -412,14 +413,6 @@ def _output(
         metadata=(inputs.input_id, inputs.time),
         edge_weight=weight,
     )
-
-
-def _seeds(ids: Tensor) -> Tensor:
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"seeds must be a vector of node ids, got {list(ids.shape)} of {ids.dtype}"
-        )
-    return ids
 
 
 def _graph(

@@ -33,6 +33,7 @@ from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
 from pyg_distcomm.comm.store import latest_mesh
 from pyg_distcomm.kernels.sample_ops import Minibatch, Relation, Request, UnweightedNode
+from pyg_distcomm.sampling.algebra import check_ids, check_seeds
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput
@@ -193,33 +194,25 @@ class KeyedNeighborSampler(NeighborSampler):
     def _name_types(self, backward: bool) -> None:
         """Sets the attributes of the graph that PyG's methods and its users read."""
         topology, graph = self._topology, self._topology.graph
-        self.node_types = topology.node_types
-        self.edge_types = topology.edge_types
-        hetero = topology.edge_types != [None]
-        clocks, relations = _named(self.node_types, graph.time), graph.relations
-        edges = _named(self.edge_types, relations)
-        node_time = {k: t for k, t in clocks.items() if t is not None}
-        edge_time = {k: r.time for k, r in edges.items() if r.time is not None}
-        weight = {k: r.weight for k, r in edges.items() if r.weight is not None}
-        if hetero:
+        self.node_types, self.edge_types = topology.node_types, topology.edge_types
+        clocks, edges = (
+            _named(self.node_types, graph.time),
+            _named(self.edge_types, graph.relations),
+        )
+        times = {k: t for k, t in clocks.items() if t is not None}
+        edge_times = {k: r.time for k, r in edges.items() if r.time is not None}
+        weights = {k: r.weight for k, r in edges.items() if r.weight is not None}
+        if self.is_hetero:
             self.num_nodes: Any = _named(self.node_types, graph.sizes)
-            self.node_time = node_time or None
-            self.edge_time = edge_time or None
-            self.edge_weight = weight or None
+            self.node_time, self.edge_time = times or None, edge_times or None
+            self.edge_weight = weights or None
+            if backward:
+                self.edge_types = [(end, name, at) for at, name, end in self.edge_types]
         else:
             self.num_nodes = graph.sizes[0]
-            self.node_time = node_time.get(None)
-            self.edge_time = edge_time.get(None)
-            self.edge_weight = weight.get(None)
-            self.colptr = relations[0].colptr
-        self.to_backward_edge_type: dict[Any, Any] = {}
-        if backward and hetero:
-            self.to_backward_edge_type = {k: _reversed(k) for k in self.edge_types}
-            self.to_restored_edge_type = {_reversed(k): k for k in self.edge_types}
-            self.edge_types = list(self.to_restored_edge_type)
-        if hetero:
-            self.to_rel_type = {k: "__".join(k) for k in self.edge_types}
-            self.to_edge_type = {v: k for k, v in self.to_rel_type.items()}
+            self.node_time, self.edge_time = times.get(None), edge_times.get(None)
+            self.edge_weight = weights.get(None)
+            self.colptr = graph.relations[0].colptr
 
     @property
     def row(self) -> Tensor:
@@ -363,7 +356,9 @@ class KeyedNeighborSampler(NeighborSampler):
                 raise ValueError(
                     f"unknown node type {name!r}; there are {self.node_types}"
                 )
-            _check_seeds(ids, self._topology.graph.sizes[index[name]], name)
+            what = "seeds" if name is None else f"seeds of type {name!r}"
+            size = self._topology.graph.sizes[index[name]]
+            check_ids(check_seeds(ids), size, what, " nodes")
         return Request(
             seeds=tuple(
                 (index[k], ids.long().contiguous()) for k, ids in seeds.items()
@@ -549,28 +544,8 @@ def check_draws(draws: str, replace: bool) -> str:
     return draws
 
 
-def _reversed(edge_type: Any) -> Any:
-    source, name, target = edge_type
-    return target, name, source
-
-
 def _named(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(names, values, strict=True))
-
-
-def _check_seeds(ids: Tensor, size: int, name: str | None) -> None:
-    if ids.dim() == 1 and not ids.numel():
-        return
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"seeds must be a vector of node ids, got {list(ids.shape)} of {ids.dtype}"
-        )
-    low, high = (int(v) for v in ids.aminmax())
-    if low < 0 or high >= size:
-        kind = "" if name is None else f" of type {name!r}"
-        raise ValueError(
-            f"seeds{kind} span {low} .. {high}, but there are {size} nodes (0 .. {size - 1})"
-        )
 
 
 def explaining_out_of_memory(

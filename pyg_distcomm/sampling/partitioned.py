@@ -46,7 +46,7 @@ from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
     BulkNodes,
     add,
-    check_nodes,
+    check_ids,
     offsets,
 )
 from pyg_distcomm.sampling.graph_block import GraphBlock, read_block
@@ -348,7 +348,7 @@ class PartitionedLayerGraph:
         current = self._round_of(rows)
         parts = [current.server.sums(requested) for requested in current.received]
         messages = [self._words(p.rowptr.diff(), p.col, p.values) for p in parts]
-        found = current.request.exchange(messages, "sums")
+        found, _ = current.request.send_parts(messages, "sums")
         return add([self._read_sums(part, len(rows)) for part in found])
 
     def column_sums(self) -> Tensor:
@@ -374,7 +374,7 @@ class PartitionedLayerGraph:
             self._edges(current.server, asked, BulkNodes(ids.long(), offsets(counts)))
             for asked, ids, counts in zip(current.received, theirs, coming, strict=True)
         ]
-        found = current.request.exchange(messages, "edges")
+        found, _ = current.request.send_parts(messages, "edges")
         by_peer = current.request.asked
         parts = [
             self._read_edges(message, len(rows_there), place)
@@ -396,7 +396,7 @@ class PartitionedLayerGraph:
         """Sends the rows of a layer, once for both its sums and its edges; collective."""
         if self._round is not None and self._round.rows is rows:
             return self._round
-        check_nodes(rows, self.num_nodes, "rows")
+        check_ids(rows.id, self.num_nodes, "rows")
         queries = [RowQuery(0, node) for node in rows.split()]
         if self.sample_at == "owner":
             request, server = self._remote_rows.request(queries), self._own

@@ -148,7 +148,7 @@ class RowRound:
         return collectives.all_to_all(rows, list(sent), list(coming), self.axis, op)
 
     def send_parts(
-        self, messages: Sequence[Tensor], op: str
+        self, messages: Sequence[Tensor], op: str = "samples"
     ) -> tuple[list[Tensor], Tensor]:
         """Sends answers of any size, after their sizes; a rank's own answer does not travel.
 
@@ -165,7 +165,7 @@ class RowRound:
         return parts, received
 
 
-class RowRequest:
+class RowRequest(RowRound):
     """Requests in-edges of other ranks: the constructor sends ids, `reply` returns rows.
 
     All ranks of the axis give the same number of segments, for the same relations in the
@@ -214,12 +214,12 @@ class RowRequest:
         self.asked = self._order.split(rows.tolist())
         flags = _flags(queries)
         table = torch.cat([self.sent, torch.full((axis.size, 1), flags)], 1)
-        self._round = RowRound(axis, table)
-        theirs = self._round.table
+        super().__init__(axis, table)
+        theirs = self.table
         message = _packed(queries, flags, word).index_select(0, self._order)
         widths = torch.tensor([_width(int(row[-1]), word) for row in theirs])
         coming = theirs[:, :-1].sum(1) * widths
-        parts = self._round.send_ids(
+        parts = self.send_ids(
             message.view(-1),
             (rows * message.size(1)).tolist(),
             coming.tolist(),
@@ -231,16 +231,6 @@ class RowRequest:
             for part, row in zip(parts, theirs, strict=True)
         ]
 
-    def exchange(self, messages: Sequence[Tensor], op: str = "samples") -> list[Tensor]:
-        """Sends a message to each rank of the axis; returns the messages for this one."""
-        return self.exchange_parts(messages, op)[0]
-
-    def exchange_parts(
-        self, messages: Sequence[Tensor], op: str = "samples"
-    ) -> tuple[list[Tensor], Tensor]:
-        """Like `exchange`; also returns the words of all other ranks, in rank order."""
-        return self._round.send_parts(messages, op)
-
     def reply(
         self, messages: Sequence[Tensor], columns: Sequence[torch.dtype] = ()
     ) -> RowReply:
@@ -249,7 +239,8 @@ class RowRequest:
         `columns` are the dtypes of the values of each in-edge beside its pair.
         """
         counts, parts = [], []
-        for part, nodes in zip(self.exchange(messages), self.asked, strict=True):
+        found, _ = self.send_parts(messages)
+        for part, nodes in zip(found, self.asked, strict=True):
             asked = len(nodes)
             counts.append(part[:asked].long())
             total = int(counts[-1].sum())
@@ -459,7 +450,7 @@ class RemoteRows:
 
     def draws(self, request: RowRequest, messages: Sequence[Tensor]) -> RemoteDraws:
         """Sends every rank its answer; returns the draws that this rank requested."""
-        found, far = request.exchange_parts(messages)
+        found, far = request.send_parts(messages)
         parts = list(zip(found, request.asked, strict=True))
         draws: RemoteDraws = self._sampler.locate(parts, self.channel.row.rank, far)
         return draws
