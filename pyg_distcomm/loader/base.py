@@ -414,18 +414,21 @@ class BulkLoading(Generic[Graph], _PyGLoader):
                 lists split over another number of ranks.
         """
         sharding = self._sharding()
-        if not isinstance(state, dict):
-            raise ValueError(f"not the state of a loader: got a {type(state).__name__}")
-        missing = {"seed", "epoch", "batches", "inputs", "made_from"} - set(state)
-        if missing:
-            raise ValueError(f"not the state of a loader: {sorted(missing)} missing")
-        numbers = {name: state[name] for name in ("seed", "epoch", "batches")}
-        whole = all(type(value) is int for value in numbers.values())
-        if not whole or min(numbers["epoch"], numbers["batches"]) < 0:
-            raise ValueError(f"not the state of a loader: it holds {numbers}")
-        if not isinstance(state["made_from"], dict):
+        kinds = dict.fromkeys(("seed", "epoch", "batches"), int)
+        found = state if isinstance(state, dict) else {}
+        wrong = [
+            name
+            for name, kind in {**kinds, "inputs": str, "made_from": dict}.items()
+            if type(found.get(name)) is not kind
+        ]
+        if wrong or min(found["epoch"], found["batches"]) < 0:
             raise ValueError(
-                f"not the state of a loader: made_from={state['made_from']!r}"
+                "not the state of a loader: "
+                + (
+                    f"{wrong} are missing or wrong"
+                    if wrong
+                    else "it has numbers below 0"
+                )
             )
         before, now = state["made_from"], self._describe()
         for name in {**now, **before}:

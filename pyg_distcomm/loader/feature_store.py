@@ -363,7 +363,7 @@ class DistFeatureStore(FeatureStore):
         found = {
             (group, name): value
             for part in data.stores
-            for group, name, value in _row_cut(part)
+            for group, name, value in row_cut(part)
         }
         check_alike({"attributes": list(found)}, store.channel.world)
         check_names("wire", wire, [name for _, name in found])
@@ -755,20 +755,19 @@ class DistFeatureStore(FeatureStore):
     def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
         """Reads attributes in one fetch for each set of ids of a group."""
         found: list[Any] = [None] * len(attrs)
-        left = list(range(len(attrs)))
+        left = dict(enumerate(attrs))
         while left:
             index: dict[Group, Any] = {}
-            for k in left:
-                index.setdefault(attrs[k].group_name, attrs[k].index)
-            now = [k for k in left if attrs[k].index is index[attrs[k].group_name]]
-            names = {
-                group: [attrs[k].attr_name for k in now if attrs[k].group_name == group]
-                for group in index
-            }
+            names: dict[Group, list[str]] = {}
+            for attr in left.values():
+                first = index.setdefault(attr.group_name, attr.index)
+                if attr.index is first:
+                    names.setdefault(attr.group_name, []).append(attr.attr_name)
             rows = self._read(index, names)
-            for k in now:
-                found[k] = rows[attrs[k].group_name][attrs[k].attr_name]
-            left = [k for k in left if k not in now]
+            for k, attr in list(left.items()):
+                if attr.index is index[attr.group_name]:
+                    found[k] = rows[attr.group_name][attr.attr_name]
+                    del left[k]
         return found
 
     def _read(
@@ -854,7 +853,7 @@ def _is_share(part: Any) -> bool:
     return isinstance(part.get("edge_index"), DistEdgeIndex)
 
 
-def _row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
+def row_cut(part: Any) -> Iterator[tuple[Group, str, DistTensor]]:
     """Yields the attributes of one store of a Data that have a row per node or edge."""
     key = part._key
     edges = part.edge_index.edges if _is_share(part) else None

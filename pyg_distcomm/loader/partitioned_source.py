@@ -25,7 +25,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.loader.batcher import Attribute, Pools, placeholder_rows
 from pyg_distcomm.loader.device_placement import Placement
 from pyg_distcomm.loader.epoch import FETCH, SAMPLE
-from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.loader.feature_store import DistFeatureStore, row_cut
 from pyg_distcomm.loader.fetch import EDGES, NODES, Fetch, Group
 from pyg_distcomm.loader.options import (
     LoaderOptions,
@@ -441,12 +441,8 @@ def _without(data: Data | HeteroData, store: DistFeatureStore) -> Any:
     rest: Any = copy.copy(data)
     held = {(a.group_name, a.attr_name) for a in store.get_all_tensor_attrs()}
     for part in rest.stores:
-        key = part._key
-        for name, value in list(part.items()):
-            if not is_rows(value):
-                continue
-            of_edges = isinstance(key, tuple) or value.rows.partition is None
-            if (_group_of(Attribute(key, name, None, of_edges)), name) in held:
+        for group, name, _ in list(row_cut(part)):
+            if (group, name) in held:
                 del part[name]
     return rest
 
