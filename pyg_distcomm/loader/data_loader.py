@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Sized
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DistributedSampler
 from torch_geometric.data import Batch, Data, TemporalData
 from torch_geometric.loader import DataLoader as PygDataLoader
@@ -113,8 +115,9 @@ class DataLoader(PygDataLoader):
             self._set_states(before)
             batches = super().__iter__()
         self._seeded = True
+        cut = partial(partition, mesh=mesh, method=self.method)
         for batch in batches:
-            yield _cut_graphs(batch, mesh, self.method)
+            yield tree_map_only(Batch, cut, batch)
 
     def _generators(self) -> list[torch.Generator]:
         """Returns the generators that samplers draw from."""
@@ -143,19 +146,6 @@ class DataLoader(PygDataLoader):
         finally:
             self._set_states(kept)
         return itertools.chain(first, batches)
-
-
-def _cut_graphs(value: Any, mesh: Any, method: Any) -> Any:
-    """Returns a batch with each Batch of graphs in it cut over the ranks."""
-    if isinstance(value, Batch):
-        return partition(value, mesh, method)
-    if isinstance(value, Mapping):
-        return {key: _cut_graphs(part, mesh, method) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cut_graphs(part, mesh, method) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cut_graphs(part, mesh, method) for part in value)
-    return value
 
 
 class TemporalDataLoader(PygTemporalDataLoader):

@@ -109,24 +109,19 @@ class Notes:
         world: the ranks, more than one.
         loader_id: the loader.
         mesh: the mesh of the script, if there is one: failures are reported there.
-        about: which of several exchanges of the loader this is.
     """
 
     def __init__(
-        self,
-        world: World,
-        loader_id: LoaderId,
-        mesh: Mesh | None = None,
-        about: str = "",
+        self, world: World, loader_id: LoaderId, mesh: Mesh | None = None
     ) -> None:
         mesh = latest_mesh() if mesh is None else mesh
         self._watch = None if mesh is None else mesh.everyone.watch
         self.world, self._loaders_before = world, len(PROCESS.loaders)
         store = StoreMailbox(dist.distributed_c10d._get_default_store(), self._timeout)
         self._common = store.within("pyg_distcomm/loader")
-        while self._is_unshared(f"place/{loader_id}{about}"):
+        while self._is_unshared(f"place/{loader_id}"):
             loader_id = LoaderId.next(loader_id.kind)
-        self._key = f"place/{loader_id}{about}"
+        self._key = f"place/{loader_id}"
         self._store = self._common.within(self._key)
         self.name = str(loader_id)
         self._waited: Wait | None = None

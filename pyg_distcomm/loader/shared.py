@@ -11,7 +11,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,7 @@ def shared(
         if problem is not None:
             raise TypeError(problem)
         return _graph(source)
-    loader_id = LoaderId.next("shared()")
-    hosts = Notes(world, loader_id, about=" host")
+    hosts = Notes(world, LoaderId.next("shared()"))
     hosts.post({"host": socket.gethostname(), "problem": problem})
     notes = hosts.collect("find the ranks of its host", CALLING)
     for rank, note in enumerate(notes):
@@ -80,8 +79,7 @@ def shared(
             raise TypeError(f"rank {rank}: {note['problem']}")
     names = [note["host"] for note in notes]
     leader = names.index(names[world.rank])
-    written = Notes(world, loader_id, about=" written")
-    mapped = Notes(world, loader_id, about=" mapped")
+    written, mapped = hosts.at("written"), hosts.at("mapped")
     file: Any = None
     try:
         if leader == world.rank:
@@ -156,10 +154,23 @@ def _save(graph: Any, file: Any, folder: str) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def _posting_errors(notes: Notes) -> Iterator[None]:
+    """Posts the error of a block that else ends by posting this rank's note."""
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = found[1] if found else str(error).splitlines()[0]
+        notes.post({"error": f"the graph holds {what}; {_SUPPORTED}"})
+    except Exception as error:
+        notes.post({"error": f"{type(error).__name__}: {error}"})
+
+
 def _written(source: Any, folder: str | None, notes: Notes) -> Any:
     """Writes the graph and its topology, and posts the path of the file, or the error."""
     file = None
-    try:
+    with _posting_errors(notes):
         data = copy.copy(_graph(source))
         for store in data.stores:
             for name, value in list(store.items()):
@@ -173,8 +184,6 @@ def _written(source: Any, folder: str | None, notes: Notes) -> Any:
         file, path = _unnamed_file(folder)
         _save((data, relations), file, folder)
         notes.post({"file": path})
-    except Exception as error:
-        notes.post({"error": f"{type(error).__name__}: {error}"})
     return file
 
 
@@ -197,17 +206,10 @@ def _raise_first(notes: list[dict[str, Any]]) -> None:
 
 def _mapped(file: str, notes: Notes) -> Any:
     """Maps the graph, and posts success, or the error."""
-    try:
+    graph = None
+    with _posting_errors(notes):
         graph = _read(file)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        what = found[1] if found else str(error).splitlines()[0]
-        notes.post({"error": f"the graph holds {what}; {_SUPPORTED}"})
-        return None
-    except Exception as error:
-        notes.post({"error": f"{type(error).__name__}: {error}"})
-        return None
-    notes.post({})
+        notes.post({})
     return graph
 
 

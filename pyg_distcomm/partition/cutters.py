@@ -645,15 +645,8 @@ def _candidates(
     found: list[np.ndarray] = []
     if s * p > 1:
         row, col = owner // (s * p), owner // p % s
-        rows = (
-            _refine_moves(edge_index, row.copy(), r, weight, balance) if r > 1 else row
-        )
-        reversed_edges = edge_index.flip(0)
-        cols = (
-            _refine_moves(reversed_edges, col.copy(), s, weight, balance)
-            if s > 1
-            else col
-        )
+        rows = _refine_moves(edge_index, row.copy(), r, weight, balance)
+        cols = _refine_moves(edge_index.flip(0), col.copy(), s, weight, balance)
         part_load = part_loads(owner, weight, parts)
         limit = np.maximum(capacities(weight, parts, balance), part_load.max(0))
         for i, j in ((rows, cols), (rows, col), (row, cols)):
@@ -670,6 +663,8 @@ def _refine_moves(
     weight: np.ndarray,
     balance: float,
 ) -> np.ndarray:
+    if num_parts == 1:
+        return owner
     loops = jit_loops()
     src, dst = plain_edges(edge_index).cpu().numpy()
     rows = loops.distinct_sources(src, dst, owner.size, False)

@@ -106,7 +106,7 @@ def partition_files(
         kinds = shape_kinds(
             {name: column.shape for name, column in graph.columns.items()},
             graph.num_nodes,
-            graph.edges_in_file(),
+            graph.edge_rows,
             (*node_attrs, *graph.names_of_kind("node")),
             (*edge_attrs, *(edge_files or ()), *graph.names_of_kind("edge")),
         )
@@ -301,13 +301,15 @@ class GraphFiles:
 
     edges     the edges, in chunks
     num_nodes the number of nodes
-    doubled   whether each edge is followed by its reverse
+    edge_rows the number of edges in the file, which attributes of edges have rows for
+    doubled   whether each of these is followed by its reverse
     columns   attributes by name; those of edges have a row per edge in the file, not doubled
     kinds     "node" or "edge", for the columns whose file tells it
     """
 
     edges: EdgeFile
     num_nodes: int
+    edge_rows: int
     doubled: bool = False
     columns: dict[str, NpyColumn] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)
@@ -323,15 +325,6 @@ class GraphFiles:
     def names_of_kind(self, kind: str) -> list[str]:
         """Returns the names of the columns whose file tells that they are of a kind."""
         return [name for name, one in self.kinds.items() if one == kind]
-
-    def edges_in_file(self) -> int:
-        """Counts the edges before their reverses were added."""
-        if not self.doubled:
-            return self.edges.num_edges
-        loops = 0
-        for src, dst in self.edges.chunks("counting edges"):
-            loops += int(np.count_nonzero(src == dst))
-        return (self.edges.num_edges - loops) // 2 + loops
 
 
 def is_source(name: str) -> bool:
@@ -381,9 +374,9 @@ def open_source(
     for name, file in {**(node_files or {}), **(edge_files or {})}.items():
         found.columns[name] = NpyColumn(file)
     for name in node_files or {}:
-        _check_rows(found.columns[name], found.num_nodes, "nodes")
+        _check_rows(found.columns[name], found.num_nodes)
     for name, column in columns.items():
-        _check_rows(column, found.num_nodes, "nodes")
+        _check_rows(column, found.num_nodes)
         found.add(name, column, "node")
     if not found.num_nodes and num_nodes is None:
         raise ValueError(
@@ -407,14 +400,12 @@ def _check_names(node: set[str], edge: set[str]) -> None:
         )
 
 
-def _check_rows(column: NpyColumn, count: int, what: str) -> None:
+def _check_rows(column: NpyColumn, count: int) -> None:
     if not column.shape or column.shape[0] != count:
-        why = ""
-        if what == "nodes":
-            why = " (the largest id of the edges plus one, or --num-nodes)"
         raise ValueError(
-            f"{column.name}: has the shape {list(column.shape)}, but there are {count} "
-            f"{what}{why}: give a row for each; a mask is bool [{count}]"
+            f"{column.name}: has the shape {list(column.shape)}, but there are {count} nodes "
+            "(the largest id of the edges plus one, or --num-nodes): give a row for each; a "
+            f"mask is bool [{count}]"
         )
 
 
@@ -434,24 +425,26 @@ def _with_edges(
         if num_nodes is not None:
             edges.limit(num_nodes)
         if not undirected and num_nodes is not None:
-            return GraphFiles(edges, num_nodes)
+            return GraphFiles(edges, num_nodes, edges.num_edges)
         pairs = edges.chunks("reading edges")
     else:
         raise ValueError(
             f"{path}: edges are read from .npy, {', '.join(TABLES)} (text also as .gz); of an "
             ".npz file, unpack the arrays (unzip), and give each by its name"
         )
-    copied, file, largest = undirected or is_table(path), spool / "edges.npy", -1
+    copied, file = undirected or is_table(path), spool / "edges.npy"
+    largest, rows = -1, 0
     writer = ArrayFile(file, np.int64, (0, 2))
     for pair in pairs:
         largest = max(largest, int(pair.max(initial=-1)))
+        rows += pair.shape[1]
         if copied:
             writer.append(with_reverses(pair.T) if undirected else pair.T)
     if copied:
         edges = EdgeFile(file, pair_rows=True)
     count = _infer_num_nodes(path, largest, edges, num_nodes)
     edges.limit(count)
-    found = GraphFiles(edges, count, undirected)
+    found = GraphFiles(edges, count, rows, undirected)
     for name, column in columns.items():
         found.add(name, column, "edge")
     return found

@@ -50,24 +50,6 @@ def ends_of(kind: EdgeType | None) -> tuple[str | None, str | None]:
     return (None, None) if kind is None else (kind[0], kind[2])
 
 
-def attribute_key(kind: NodeOrEdgeType | None, name: str) -> str:
-    """Returns the key of an attribute of a type, or of the HeteroData if the type is None."""
-    steps = [] if kind is None else [kind] if isinstance(kind, str) else [*kind]
-    return ",".join(quote(step, safe=" ") for step in (*steps, name))
-
-
-def key_parts(key: str) -> tuple[NodeOrEdgeType | None, str]:
-    """Returns the type and the name in a key; raises ValueError for no such key."""
-    *steps, name = map(unquote, key.split(","))
-    if not steps:
-        return None, name
-    if len(steps) == 1:
-        return steps[0], name
-    if len(steps) != 3:
-        raise ValueError(f"{key!r} names no attribute of a node or edge type")
-    return (steps[0], steps[1], steps[2]), name
-
-
 @dataclass(frozen=True)
 class GraphTypes:
     """Holds the types of a graph, and the number of nodes and edges of each type by part.
@@ -89,11 +71,20 @@ class GraphTypes:
 
     def key(self, kind: NodeOrEdgeType | None, name: str) -> str:
         """Returns the key of an attribute of a type; see [Note: several types]."""
-        return attribute_key(kind, name) if self.typed else name
+        steps = [] if kind is None else [kind] if isinstance(kind, str) else [*kind]
+        quoted = (quote(step, safe=" ") for step in (*steps, name))
+        return ",".join(quoted) if self.typed else name
 
     def split(self, key: str) -> tuple[NodeOrEdgeType | None, str]:
-        """Returns the type and the name in a key."""
-        return key_parts(key) if self.typed else (None, key)
+        """Returns the type and the name in a key; raises ValueError for no such key."""
+        *steps, name = map(unquote, key.split(",")) if self.typed else [key]
+        if not steps:
+            return None, name
+        if len(steps) == 1:
+            return steps[0], name
+        if len(steps) != 3:
+            raise ValueError(f"{key!r} names no attribute of a node or edge type")
+        return (steps[0], steps[1], steps[2]), name
 
     def of(self, level: Level) -> Mapping[Any, Counts]:
         """Returns the counts of nodes or of edges."""
@@ -366,7 +357,7 @@ class DividedGraph:
         self.partition, self._data, self._kinds = partition, data, kinds
         self._begin, self._edge_owner = _first_ids(data), {}
         for store in data.edge_stores:
-            ends = _numbered(plain_edges(store.edge_index).cpu(), store, self._begin)
+            ends = _numbered(store, self._begin)
             check_edge_index(ends, partition.num_nodes)
             self._edge_owner[store._key] = partition.owner[ends[1].long()]
         ranges = itertools.pairwise([*self._begin.values(), partition.num_nodes])
@@ -389,8 +380,7 @@ class DividedGraph:
             own = (self._edge_owner[store._key] == part).nonzero().view(-1)
             ids["edge", store._key] = own
             edge_gid.append(own + types.ranges("edge")[store._key][0])
-            edges = plain_edges(store.edge_index).cpu()[:, own]
-            ends.append(_numbered(edges, store, self._begin))
+            ends.append(_numbered(store, self._begin, own))
         rows: dict[str, Any] = {"node": {}, "edge": {}, "graph": {}}
         stores = {store._key: store for store in self._data.stores}
         for (key, name), kind in self._kinds.items():
@@ -418,7 +408,7 @@ class DividedGraph:
         """
         train, each = train_mask_of_all(self._data), {}
         for store in self._data.edge_stores:
-            ends = _numbered(plain_edges(store.edge_index).cpu(), store, self._begin)
+            ends = _numbered(store, self._begin)
             each[store._key] = report(ends, self.partition, train, grid)
         self.types = replace(
             self.types, halo={key: one.halo_rows for key, one in each.items()}
@@ -550,10 +540,7 @@ def owners_of_all(data: HeteroData, parts: int, owners: OwnersByType) -> Partiti
 def edges_of_all(data: Data | HeteroData) -> Tensor:
     """Returns the edges of all types, between nodes that are numbered type after type."""
     begin = _first_ids(data)
-    edges = [
-        _numbered(plain_edges(store.edge_index).cpu(), store, begin)
-        for store in data.edge_stores
-    ]
+    edges = [_numbered(store, begin) for store in data.edge_stores]
     if len(edges) == 1:
         return edges[0]
     return torch.cat([torch.empty(2, 0).long(), *edges], 1)
@@ -577,8 +564,10 @@ def _first_ids(data: Data | HeteroData) -> dict[Any, int]:
     return {s._key: first for s, first in zip(data.node_stores, begins, strict=False)}
 
 
-def _numbered(edges: Tensor, store: Any, begin: dict[Any, int]) -> Tensor:
-    """Returns edges of a type, between nodes that are numbered type after type."""
+def _numbered(store: Any, begin: dict[Any, int], own: Tensor | None = None) -> Tensor:
+    """Returns edges of a type, or `own`, between nodes that are numbered type after type."""
+    edges = plain_edges(store.edge_index).cpu()
+    edges = edges if own is None else edges[:, own]
     if store._key is None:
         return edges
     source, _, target = store._key
