@@ -42,10 +42,10 @@ FIRST = (
     ("test_sample_device.py::test_triton_draws_from_urns_what_is_defined", 1),
     ("test_sample_device.py::test_shares_are_loaded_for_cuda", 1),
     # codecs: the bytes of the CPU
-    ("test_cuda_codecs.py::test_quantised_rows_have_the_bytes_of_the_cpu", 1),
-    ("test_cuda_codecs.py::test_rows_by_columns", 2),
+    ("test_cuda_kernels.py::test_quantised_rows_have_the_bytes_of_the_cpu", 1),
+    ("test_cuda_kernels.py::test_rows_by_columns", 2),
     (
-        "test_cuda_codecs.py::test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing",
+        "test_cuda_kernels.py::test_codecs_write_the_bytes_of_the_cpu_and_wait_for_nothing",
         4,
     ),
     # the host waits for nothing

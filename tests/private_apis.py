@@ -130,81 +130,56 @@ def objects() -> dict[str, Any]:
         "torch_geometric.data.FeatureStore": hetero,
         "torch_geometric.data.storage.BaseStorage": typed["a"],
         "torch_geometric.nn.MessagePassing": MessagePassing(),
-        "numba.core.dispatcher.Dispatcher": numba.njit(is_private),
+        "numba.core.dispatcher.Dispatcher": numba.njit(names_of),
     }
 
 
-def is_private(name: str) -> bool:
-    """Tells whether a part of a dotted name begins with one underscore."""
-    return any(PRIVATE.fullmatch(part) for part in name.split("."))
-
-
-def found() -> set[str]:
-    """The private names in the source: from a root where that shows, else alone."""
-    trees = {path: ast.parse(path.read_text()) for path in HOUSE.rglob("*.py")}
+def touched() -> tuple[set[str], set[str]]:
+    """The private names in the source, and those of them that are not the package's own."""
+    trees = [ast.parse(path.read_text()) for path in HOUSE.rglob("*.py")]
+    theirs = {name for one in objects().values() for name in names_of(one)}
     of_modules = vars(objects()["torch.nn.Module"])  # which subclasses set, too
-    own = {path: set(_defined(tree)) - {*of_modules} for path, tree in trees.items()}
-    ours = set().union(*own.values(), *map(_set_on_others, trees.values()))
-    foreign = {name for one in objects().values() for name in names_of(one)}
-    names = {name for path in trees for name in _named(trees[path], own[path], foreign)}
-    alone = {n for n in names if "." not in n and (n in foreign or n not in ours)}
-    return {n for n in names if "." in n} | set(_overridden()) | alone - OTHERS
+    ours = set().union(*map(_defined, trees))
+    every, foreign = set[str](), set(_overridden())
+    for tree in trees:
+        own, names = _defined(tree) - {*of_modules}, set(_named(tree))
+        foreign |= {n for n in names if n in theirs - own or n not in ours}
+        every |= names
+    return every | foreign, foreign - OTHERS
 
 
-def _defined(tree: ast.AST) -> Iterator[str]:
+def _defined(tree: ast.AST) -> set[str]:
+    """The names that a module gives to what it defines, or sets on objects."""
+    names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) in ("self", "cls"):
-                yield node.attr
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+            names.add(node.name)
         if isinstance(node, ast.arg):
-            yield node.arg
-
-
-def _set_on_others(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
+            names.add(node.arg)
+        if isinstance(getattr(node, "ctx", None), ast.Store):
+            names.add(getattr(node, "attr", None) or getattr(node, "id", ""))
+    return names
 
 
 def names_of(value: Any) -> set[str]:
     return {*dir(value), *getattr(value, "__dict__", {})}
 
 
-def _named(tree: ast.AST, own: set[str], foreign: set[str]) -> Iterator[str]:
-    known, quiet = dict[str, str](), set[int]()
+def _named(tree: ast.AST) -> Iterator[str]:
+    """The private names that a module reads, imports, or has in strings."""
+    notes = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Attribute):
+            yield from filter(PRIVATE.fullmatch, [node.attr])
+        if isinstance(node, ast.Import | ast.ImportFrom):
             for a in node.names:
-                top = a.name.split(".")[0]
-                known[a.asname or top] = a.name if a.asname else top
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for a in node.names:
-                known[a.asname or a.name] = f"{node.module}.{a.name}"
-    known = {k: v for k, v in known.items() if v.split(".")[0] in ROOTS}
-    yield from (name for name in known.values() if is_private(name))
-    for node in ast.walk(tree):  # outer nodes before inner ones
-        if isinstance(node, ast.Attribute) and id(node) not in quiet:
-            inner, names = node, [node.attr]
-            while isinstance(inner.value, ast.Attribute):
-                inner = inner.value
-                quiet.add(id(inner))
-                names.insert(0, inner.attr)
-            start = inner.value.id if isinstance(inner.value, ast.Name) else ""
-            if start in known:
-                name = ".".join([known[start], *names])
-                yield from [name] if is_private(name) else []
-            else:
-                yield from (n for n in names if PRIVATE.fullmatch(n) and n not in own)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            quiet.add(id(node.value))  # a docstring
+                yield from filter(PRIVATE.fullmatch, a.name.split("."))
+            yield from filter(
+                PRIVATE.fullmatch, (getattr(node, "module", "") or "").split(".")
+            )
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             words = re.findall(r"(?<![\w{}.])_[a-zA-Z]\w*", node.value)
-            if id(node) not in quiet:
-                yield from (w for w in words if PRIVATE.fullmatch(w) and w not in own)
+            yield from filter(PRIVATE.fullmatch, words if node not in notes else ())
 
 
 def _overridden() -> Iterator[str]:

@@ -328,18 +328,50 @@ def test_ranks_that_compute_differently_all_raise():
         mask = torch.arange(share.num_edges) >= late
         return share.edge_subgraph(mask).edge_index[0].double()
 
+    def gcn(**how):
+        return nn.GCNConv(x.size(1), 2, **how)(x, edges)
+
+    def rows(columns, dtype=x.dtype):
+        mine = torch.ones(len(x.to_local()), columns, dtype=dtype)
+        return pdc.from_local(mine, like=x).full_tensor()
+
+    every, few = torch.arange(len(x)), torch.arange(5)
+    alone = nn.GCNConv(x.size(1), 2).train(late == 0)
+
     for words, differs in (
         ("run the same operations", lambda: x.sum(0) if late else x.sum()),
+        ("run the same operations", lambda: x.sum(0) if late else x.max(0)),
+        ("run the same operations", lambda: x[few] if late else x.full_tensor()),
+        ("run the same operations", lambda: x.sum() if late else len(x[x[:, 0] > 0])),
+        ("run the same operations", lambda: rows(3 + late)),
+        ("run the same operations", lambda: rows(3, torch.int32 if late else x.dtype)),
+        (
+            "run the same operations",
+            lambda: F.cross_entropy(x, x.argmax(-1), label_smoothing=0.1 * late),
+        ),
         ("run the same operations", lambda: (x.double() if late else x)[edges[0]]),
         ("run the same operations", lambda: F.dropout(x, training=late > 0).sum()),
         ("seed the generator", lambda: x * torch.full((x.size(1),), float(late))),
         ("seed the generator", lambda: x.__setitem__(0, torch.tensor(float(late)))),
+        ("seed the generator", lambda: x.__setitem__(every % 2 == late, 0.0)),
+        ("seed the generator", lambda: x[every % 2 == late].sum()),
         ("same ids|same values|all ranks", lambda: selected().sum()),
         ("same negative_slope: it is 0.1 on rank 0", lambda: layer(x, edges)),
         ("same aggr: it is 'mean' on rank 0", lambda: other(x, edges)),
+        ("same add_self_loops: it is False", lambda: gcn(add_self_loops=late > 0)),
+        (
+            "same normalize: it is False",
+            lambda: gcn(normalize=late > 0, add_self_loops=False),
+        ),
+        (
+            "same dropout: it is 0.5",
+            lambda: nn.GATConv(x.size(1), 2, dropout=0.5 - 0.1 * late)(x, edges),
+        ),
+        ("same training: it is True on rank 0", lambda: alone(x, edges)),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=words):  # noqa: PT012 - scripts go on
             differs()
+            (x + 1).sum()
 
 
 def _dropout_ends_on_one_rank():

@@ -255,17 +255,23 @@ TwiceSAGE, TwiceGraph, TwiceGAT, TwiceOfOurs = (
 )
 
 
-class Centred:
-    """Propagates messages without their mean."""
-
+class CentredGraph(pyg.GraphConv):
     def message(self, x_j):
         return x_j - x_j.mean(0)
 
 
-CentredGraph, CentredGCN, CentredSAGE, CentredGCNOfOurs = (
-    type(f"Centred{kind.__name__}", (Centred, kind), {})
-    for kind in (pyg.GraphConv, pyg.GCNConv, pyg.SAGEConv, pdc.nn.GCNConv)
-)
+class CentredGCN(pyg.GCNConv):
+    message = CentredGraph.message
+
+
+class CentredSAGE(pyg.SAGEConv):
+    message = CentredGraph.message
+
+
+class CentredGCNOfOurs(pdc.nn.GCNConv):
+    message = CentredGraph.message
+
+
 OF_PYG = {CentredGCNOfOurs: CentredGCN, TwiceOfOurs: TwiceSAGE}
 
 

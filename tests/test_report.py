@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
@@ -24,7 +22,6 @@ from pyg_distcomm.nn import GCNConv
 from pyg_distcomm.watch.metrics import RecordedRun
 from pyg_distcomm.watch.page import render, with_unit
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
 SECTIONS = (
     "Bytes by epoch and operation",
     "Waits by rank",
@@ -209,54 +206,6 @@ def test_numbers_are_shown_with_units():
         assert with_unit(number, "B") == text
     assert [with_unit(s, "s") for s in (0, 2.5, 0.0125)] == ["0 s", "2.5 s", "12.5 ms"]
     assert with_unit(12, "") == "12"
-
-
-# In a browser -------------------------------------------------------------------------
-
-# counts texts of a chart that lie on each other, or out of it, and what the page has too wide
-LOOK = """
-<script>
-addEventListener("load", () => {
-  let over = [], out = [];
-  for (const svg of document.querySelectorAll("svg")) {
-    const whole = svg.getBoundingClientRect();
-    const texts = [...svg.querySelectorAll("text")].map(t => [t, t.getBoundingClientRect()]);
-    texts.forEach(([t, a], i) => {
-      if (a.left < whole.left - 1 || a.right > whole.right + 1 ||
-          a.top < whole.top - 1 || a.bottom > whole.bottom + 1) out.push(t.textContent);
-      for (const [u, b] of texts.slice(i + 1))
-        if (Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1 &&
-            Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
-          over.push(t.textContent + " / " + u.textContent);
-    });
-  }
-  const page = document.documentElement;
-  document.title = JSON.stringify({over, out, wide: page.scrollWidth - page.clientWidth,
-    dark: matchMedia("(prefers-color-scheme: dark)").matches});
-});
-</script></body>
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.subprocess
-@pytest.mark.skipif(BROWSER is None, reason="no chromium here to open the page in")
-@pytest.mark.parametrize(
-    ("scheme", "width"), [("light", 1240), ("dark", 1240), ("light", 620)]
-)
-def test_the_page_can_be_read_in_a_browser(page, tmp_path, scheme, width):
-    looked = tmp_path / "look.html"
-    looked.write_text(page.read_text().replace("</body>", LOOK))
-    words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu"]
-    words += ["--hide-scrollbars", "--dump-dom", "--virtual-time-budget=2000"]
-    words += [f"--blink-settings=preferredColorScheme={int(scheme == 'light')}"]
-    words += [f"--window-size={width},3000", looked.as_uri()]
-    how = {"capture_output": True, "text": True, "timeout": 300, "check": False}
-    done = subprocess.run(words, **how)
-    assert done.returncode == 0, done.stderr
-    title = re.search(r"<title>(.*?)</title>", done.stdout)[1]
-    found = json.loads(title.replace("&lt;", "<").replace("&gt;", ">"))
-    assert found == {"over": [], "out": [], "wide": 0, "dark": scheme == "dark"}
 
 
 def resumed(folder, epochs):

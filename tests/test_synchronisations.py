@@ -206,7 +206,7 @@ LINKS = {
 def codes_unseen(place):
     """Leaves out what plain torch waits for in codecs, whose kernels run on CUDA.
 
-    `test_cuda_codecs.py` counts within those.
+    `test_cuda_kernels.py` counts within those.
     """
     ops = [v for v in vars(codec_ops).values() if isinstance(v, Op)]
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,6 @@ import time
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from faulty import (
     TIMEOUT,
     graph,
@@ -257,89 +256,7 @@ def a_tensor_of_local_rows():
     (data.x[:, 0] + torch.ones(len(data.x.to_local()))).sum()
 
 
-# Operations that differ between ranks --------------------------------------------------
-
-ALIKE = "all ranks in the same order"
-SEEDS = "seed the generator of this tensor"
-
-
-def operations(name, first, second, says=ALIKE, **how):
-    """Makes a case of ranks that call different things with x."""
-
-    @case(says=says, name=name)
-    def run():
-        _mesh, data = shared_out(mesh=started(**how))
-        x = data.x.detach()
-        (second if me() else first)(x)
-        (x + 1).sum()  # scripts go on
-
-
-def rows_of(columns, dtype=torch.float32):
-    def make(x):
-        rows = torch.ones(len(x.to_local()), columns, dtype=dtype)
-        pdc.from_local(rows, like=x).full_tensor()
-
-    return make
-
-
-def smoothed(amount):
-    return lambda x: F.cross_entropy(x, x.argmax(-1), label_smoothing=amount)
-
-
-def dropped(training):
-    return lambda x: F.dropout(x, training=training)
-
-
-def written(mask, value):
-    return lambda x: x.__setitem__(mask, value)
-
-
-EVEN, ODD = torch.arange(240) % 2 == 0, torch.arange(240) % 2 == 1
-operations("sums differ", lambda x: x.sum(0), lambda x: x.sum())
-operations("a sum and a maximum", lambda x: x.sum(0), lambda x: x.max(0))
-FEW = torch.arange(5)
-operations("ids and all rows", lambda x: x[FEW], lambda x: x.full_tensor())
-selection = "a sum and the length of a selection"
-operations(selection, lambda x: x.sum(), lambda x: len(x[x[:, 0] > 0.5]))
-operations("rows of other widths", rows_of(3), rows_of(4))
-operations("rows of another dtype", rows_of(3), rows_of(3, torch.float64))
-operations("rows of whole numbers", rows_of(3), rows_of(3, torch.int32))
-operations("label smoothing differs", smoothed(0.0), smoothed(0.1))
-operations("one rank drops", dropped(True), dropped(False))
-for checked in ("first", "always"):
-    masks = (lambda x: x[EVEN].sum(), lambda x: x[ODD].sum())
-    operations(f"masks differ, compared {checked}", *masks, SEEDS, check=checked)
-both = written(EVEN, 0), written(ODD, 0)
-operations("masks of what is written differ", *both, SEEDS)
-both = written(EVEN, torch.zeros(8)), written(EVEN, torch.ones(8))
-operations("written values differ", *both, SEEDS)
-
-
-def layers_differ(name, layer, value, other, **more):
-    """Makes a case of a layer whose constructor got another argument on one rank."""
-    says = rf"same {name}: it is .* on rank 0, and .* on rank 1|{ALIKE}"
-
-    @case(says=says, name=f"{name} of {layer} differs")
-    def run():
-        _mesh, data = shared_out()
-        how = {name: other if me() else value, **more}
-        conv = getattr(nn, layer)(data.num_features, 8, **how).double()
-        conv(data.x, data.edge_index)
-
-
-layers_differ("add_self_loops", "GCNConv", True, False)
-layers_differ("normalize", "GCNConv", True, False, add_self_loops=False)
-layers_differ("aggr", "SAGEConv", "mean", "max")
-layers_differ("negative_slope", "GATConv", 0.2, 0.1)
-layers_differ("dropout", "GATConv", 0.5, 0.4)
-
-
-@case(says="same training: it is True on rank 0, and False on rank 1")
-def one_rank_evaluates():
-    _mesh, data = shared_out()
-    conv = nn.GCNConv(data.num_features, 8).to(data.x.dtype)
-    conv.train(me() == 0)
-    conv(data.x, data.edge_index)
+# Layers -------------------------------------------------------------------------------
 
 
 @case(says=LATE)

@@ -276,7 +276,7 @@ test_out_of_core.py -k test_chunks_are_computed_again
     chunks: a chunk is computed again in another type than before
         if enabled:
                         {{stack.enter_context(torch.autocast(kind, dtype)) => pass}}
-test_cuda_codecs.py -k test_quantised_rows
+test_cuda_kernels.py -k test_quantised_rows
     triton: Triton cuts numbers off where it should round
         code = {{rounded(t) => t}}.to(tl.int64)
     triton: Triton's noise is that of the column before
