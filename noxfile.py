@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 PYTHONS = ["3.10", "3.11", "3.13"]
-QUICK = ["tests/test_project.py", "tests/test_schedule.py", "tests/test_cutters.py"]
+QUICK = ["tests/test_project.py", "tests/test_cutters.py"]
 nox.options.sessions = ["tests"]
 nox.options.error_on_missing_interpreters = False  # they are listed as skipped
 

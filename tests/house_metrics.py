@@ -1,4 +1,4 @@
-"""Prints what can be counted of the package's shape: modules, lines, importers, names, state.
+"""Prints what can be counted of the package's shape: modules, lines, classes, names.
 
     python tests/house_metrics.py [--root FOLDER] [--modules]
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
@@ -30,21 +30,12 @@ def measure(root: Path) -> dict[str, int]:
     intercept = [
         f for f in functions if f in ("__torch_function__", "__torch_dispatch__")
     ]
-    rooms = [name for name in trees if name.rpartition(".")[2] != "__init__"]
-    importers = importers_of(nodes)
-    single = [n for n in rooms if len(importers[n]) == 1 and lines[n] > 0]
-    inits = {n: {"__init__", "api", f"{n.rpartition('.')[0]}.__init__"} for n in single}
-    doors = [name for name in single if importers[name] & inits[name]]
-    first = [(ast.get_docstring(trees[name]) or "").split(" ")[0] for name in rooms]
+    first = [(ast.get_docstring(trees[name]) or "").split(" ")[0] for name in trees]
     tests = [path for name in ("tests", "tools") for path in (root / name).glob("*.py")]
     names = Counter(node.name for node in classes)
     return {
         "modules": len(trees),
         "lines": sum(lines.values()),
-        "modules at the top": sum("." not in name for name in rooms),
-        "modules with one importer": len(single),
-        "of these, where a public name is imported from": len(doors),
-        "lines of the longest module": max(lines.values()),
         "class names of two classes": sum(count > 1 for count in names.values()),
         "module docstrings that begin with no verb": sum(w in NO_VERBS for w in first),
         "classes of more than 20 methods or 15 attributes": sum(map(is_large, classes)),
@@ -64,20 +55,6 @@ FRAMES = {"_getframe", "currentframe", "stack", "f_back", "f_locals"}
 CODE = {"__code__", "co_code", "get_objects", "get_referrers", "dis"}
 NO_VERBS = ("What", "How", "Where", "Whether", "Who", "A", "The")
 Nodes = list[tuple[str, ast.AST]]
-
-
-def importers_of(nodes: Nodes) -> dict[str, set[str]]:
-    """Returns the modules that import each module of the package."""
-    importers = defaultdict(set)
-    known = {name for name, _ in nodes}
-    for name, node in nodes:
-        module = getattr(node, "module", None) or ""
-        if isinstance(node, ast.ImportFrom) and module.startswith("pyg_distcomm"):
-            base = module.removeprefix("pyg_distcomm").lstrip(".")
-            for alias in node.names:
-                full = f"{base}.{alias.name}".lstrip(".")
-                importers[full if full in known else base].add(name)
-    return importers
 
 
 def is_large(node: ast.ClassDef) -> bool:

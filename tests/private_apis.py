@@ -3,7 +3,7 @@
 A name here may be gone in the next release, and nobody warns. `LISTED` gives the releases
 that have each, and what has it, of those looked at: torch 2.6.0, 2.8.0, 2.11.0, 2.13.0 and
 2.15.0, PyG 2.7.0 and 2.8.1, Numba 0.57.1 and 0.68.1. `python tests/private_apis.py` prints the
-names that the installed releases lack; `tests/test_versions.py` compares the list with the
+names that the installed releases lack; `tests/test_project.py` compares the list with the
 source.
 """
 

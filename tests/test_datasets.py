@@ -128,6 +128,7 @@ def test_what_is_no_graph_is_refused(tmp_path):
     (tmp_path / "text.pt").write_bytes(b"hello")
     (tmp_path / "bad.npz").write_bytes(b"nonsense")
     np.savez(tmp_path / "pickle.npz", edge_index=np.array([{}], dtype=object))
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "program.pt")
     for name, words in (
         ("list.pt", "holds a list, not a Data"),
         ("points.pt", "has no edge_index"),
@@ -135,6 +136,7 @@ def test_what_is_no_graph_is_refused(tmp_path):
         ("bad.pt", "cannot be read"),
         ("text.pt", "cannot be read: not saved by torch.save"),
         ("bad.npz", "cannot be read"),
+        ("program.pt", "cannot be read"),
         ("pickle.npz", "cannot be read: Object arrays"),
     ):
         with pytest.raises(ValueError, match=f"{name}: {words}"):

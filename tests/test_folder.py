@@ -1,13 +1,10 @@
-import io
 import json
 import os
 import re
 import shutil
 import socket
-import struct
 import subprocess
 import warnings
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +13,6 @@ import tiers
 import torch
 from torch_geometric.data import Data
 
-from pyg_distcomm.datasets import load_saved_graph
 from pyg_distcomm.partition import atomic
 from pyg_distcomm.partition import folder as folder_module
 from pyg_distcomm.partition.atomic import sha256
@@ -598,64 +594,3 @@ def test_wrong_sizes_and_declarations_are_refused(attributes, declared, words):
     data = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=4, **attributes)
     with pytest.raises(ValueError, match=words):
         attribute_kinds(data, **declared)
-
-
-class Program(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ran = torch.zeros(1)
-
-    @torch.jit.export
-    def __getstate__(self) -> tuple[torch.Tensor, bool]:
-        return (self.ran, self.training)
-
-    @torch.jit.export
-    def __setstate__(self, state: tuple[torch.Tensor, bool]):
-        assert False, "TorchScript ran"  # noqa: B011, PT015
-        self.ran, self.training = state[0], state[1]
-
-    def forward(self, x):
-        return x
-
-
-def packed(entries):
-    """Returns the files of a zip archive, and its table of contents."""
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in entries:
-            archive.writestr(zipfile.ZipInfo(name), content)
-        start = archive.start_dir
-    raw = file.getvalue()
-    return raw[:start], bytearray(raw[start:-22])
-
-
-def with_two_tables(path):
-    """Writes an archive that Python reads as data, and torch as a program."""
-    file = io.BytesIO()
-    torch.jit.save(torch.jit.script(Program()), file)
-    with zipfile.ZipFile(file) as archive:
-        program = [(info.filename, archive.read(info)) for info in archive.infolist()]
-    top = program[0][0].split("/")[0]
-    shown = [(f"{top}/{k}", b"") for k in range(len(program))]
-    files, table = packed(program)
-    longer = len(table) - len(packed(shown)[1])
-    assert longer >= 0
-    shown[-1] = shown[-1][0] + "x" * longer, b""
-    more, other = packed(shown)
-    shift, at = len(files) - len(more), 0
-    while at < len(other):  # Python takes what is before its table as prepended
-        lengths = struct.unpack_from("<HHH", other, at + 28)
-        (offset,) = struct.unpack_from("<I", other, at + 42)
-        struct.pack_into("<I", other, at + 42, offset + shift)
-        at += 46 + sum(lengths)
-    counts = len(shown), len(shown), len(other), len(files)
-    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, *counts, 0)
-    path.write_bytes(files + table + more + other + end)
-
-
-def test_a_program_is_not_run_though_other_readers_see_data(tmp_path):
-    file = tmp_path / "graph.pt"
-    torch.save(graph(), file)
-    with_two_tables(file)
-    with pytest.raises(ValueError, match=r"graph\.pt: cannot be read"):
-        load_saved_graph(file, hetero=False)

@@ -263,34 +263,9 @@ def _dies():
         _much(mesh).wait()
 
 
-def _raises():
-    mesh = pdc.init(timeout=120)
-    pending = _much(mesh)
-    if mesh.rank == 1:
-        raise KeyError("of rank 1")
-    pending.wait()
-    for _ in range(100):
-        _much(mesh).wait()
-
-
-def _stays_away():
-    mesh = pdc.init(timeout=8)
-    if mesh.rank == 1:
-        time.sleep(40)
-    _much(mesh).wait()
-
-
-@pytest.mark.parametrize(
-    ("fn", "kind", "text"),
-    [
-        (_dies, RankError, "without|lost another rank"),
-        (_raises, KeyError, "of rank 1"),
-        tiers.rarely(_stays_away, RankError, "waited 8 s for halo"),
-    ],
-)
-def test_no_exchange_hangs(fn, kind, text):
-    with pytest.raises(kind, match=text):
-        pdc.launch(fn, 2, timeout=300)
+def test_no_exchange_hangs():
+    with pytest.raises(RankError, match=r"without|lost another rank"):
+        pdc.launch(_dies, 2, timeout=300)
 
 
 def _asks_for_another_row():

@@ -558,6 +558,7 @@ ALL_WRONG = (
         "do not ascend",
     ),
     (KINDS[1:2], {"edge_label_index": torch.arange(4)}, r"must be \[2, k\]"),
+    (KINDS[1:2], {"edge_label_index": torch.rand(2, 5)}, r"must be \[2, k\]"),
     (KINDS[1:2], {"edge_label_index": torch.tensor([[0], [60]])}, "there are 60 nodes"),
 )
 # on rank 1 only, with what the other rank has

@@ -1,20 +1,25 @@
-"""What is declared: dependencies, public names, the version, files of the sdist."""
+"""What is declared, versioned and typed, and that nothing of torch or PyG is replaced."""
 
 from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import os
 import re
 import subprocess
 import sys
 import tarfile
+from importlib.metadata import version
 from pathlib import Path
 
+import private_apis
 import pytest
 import tiers
 
 import pyg_distcomm
+import pyg_distcomm as pdc
+from pyg_distcomm.cli import doctor
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -151,7 +156,7 @@ def test_an_sdist_passes_its_own_tests(tmp_path):
         for home in (clone, source)
     ]
     assert files[0] == files[1]
-    quick = "test_project test_schedule test_house test_plugins".split()
+    quick = "test_project test_house test_plugins".split()
     quick = [f"tests/{name}.py" for name in quick]
     run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *quick]
     done = subprocess.run(
@@ -163,3 +168,202 @@ def test_an_sdist_passes_its_own_tests(tmp_path):
         timeout=1200,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+# Versions that are declared, tested and told agree; private APIs are those of their list ---
+
+
+def numbers(version):
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def table():
+    """The table of docs/limits.md: what ran, by the names of its columns."""
+    text = (ROOT / "docs/limits.md").read_text().partition("\n## Versions\n")[2]
+    rows = [
+        line.strip("| \n").split(" | ") for line in re.findall(r"^\|.*", text, re.M)
+    ]
+    head, _, *rows = rows[:5]
+    names = ["what", *(name.strip("| ") for name in head)]
+    return {row[0].split(",")[0]: dict(zip(names, row, strict=True)) for row in rows}
+
+
+def floors():
+    text = (ROOT / "pyproject.toml").read_text()
+    needed = re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)[1]
+    return dict(re.findall(r'"([\w-]+)>=([\d.]+)"', needed))
+
+
+def test_the_table_of_versions_has_what_is_declared():
+    runs, least = table(), floors()
+    assert list(runs) == ["oldest", "pinned", "newest"]
+    for name in ("torch", "torch_geometric", "numba", "numpy"):
+        assert f"{runs['oldest'][name]}.".startswith(f"{least[name]}."), name
+    pythons = re.findall(r'"(3\.\d+)"', (ROOT / "noxfile.py").read_text())
+    pythons.sort(key=numbers)
+    assert runs["oldest"]["Python"].startswith(f"{pythons[0]}.")
+    assert runs["newest"]["Python"].startswith(f"{pythons[-1]}.")
+    readme = (ROOT / "README.md").read_text()
+    assert {*re.findall(r"torch==([\d.]+)", readme)} == {runs["pinned"]["torch"]}
+    told = f"torch {least['torch']} and PyG {least['torch_geometric']} are the oldest"
+    assert told in readme
+    last = [runs["newest"][name] for name in ("torch", "torch_geometric")]
+    assert f"torch {last[0].removesuffix('.0')} and PyG {last[1]} the newest" in readme
+
+
+def test_the_doctor_knows_the_floors_and_what_was_tested():
+    least = floors()
+    for name, floor in doctor.REQUIRED.items():
+        assert floor == numbers(least[name]), name
+    for name, tested in doctor.TESTED.items():
+        assert {*tested} == {run[name] for run in table().values()}, name
+
+
+def test_every_private_api_is_listed_and_every_listed_one_touched():
+    (every, foreign), listed = private_apis.touched(), private_apis.listed()
+    unlisted = {name for name in foreign if not any(fits(name, one) for one in listed)}
+    idle = {one for one in listed if not any(fits(name, one) for name in every)}
+    assert not unlisted, (
+        "replace it by a public one, or list it in tests/private_apis.py"
+    )
+    assert not idle, "take it from tests/private_apis.py"
+
+
+def fits(name, listed):
+    """Tells whether a name of the source is a part of a listed one, or begins its last."""
+    last = listed.rpartition(".")[2]
+    return name in listed.split(".") or (name.endswith("_") and name in last)
+
+
+@pytest.mark.parametrize("package", ["torch", "torch_geometric", "numba"])
+def test_what_is_installed_has_the_listed_private_apis(package):
+    here = numbers(version(package))
+    for name, (of, first, last) in private_apis.listed().items():
+        if of == package:
+            if numbers(first) <= here <= numbers(last):
+                assert private_apis.has(name), name
+            if of in doctor.TESTED:
+                assert last == doctor.TESTED[of][-1], name
+                assert numbers(first) <= numbers(doctor.TESTED[of][0]), name
+
+
+# What mypy knows of three scripts, and how many names there are to know --------------
+
+CACHE = Path(__file__).parents[1] / ".mypy_cache" / "typed"  # torch takes it long
+SCRIPTS = sorted((Path(__file__).parent / "typed").glob("*.py"))
+# errors of an installed package are not shown, nor are those of a checkout here; what of
+# torch the scripts do not reach is not read, which takes most of the time
+INSTALLED = """[mypy-pyg_distcomm.*]
+ignore_errors = True
+[mypy-torch._dynamo.*,torch._inductor.*,torch.export.*,torch.fx.*,torch.onnx.*,torch.ao.*]
+follow_imports = skip
+[mypy-torch.distributed.*,torch._functorch.*,torch._subclasses.*,sympy.*,numpy.*]
+follow_imports = skip
+"""
+# PyG has no py.typed: a strict script leaves its types open, or has mypy infer them
+LEFT_OPEN = """[mypy]
+strict = True
+untyped_calls_exclude = torch
+[mypy-torch_geometric.*]
+ignore_missing_imports = True
+"""
+READ = """[mypy]
+strict = True
+untyped_calls_exclude = torch
+follow_untyped_imports = True
+disable_error_code = abstract, arg-type
+"""
+
+
+@pytest.mark.parametrize(
+    "config", [LEFT_OPEN, pytest.param(READ, marks=pytest.mark.exhaustive)]
+)
+def test_a_strict_script_is_typed(config, tmp_path):
+    api = pytest.importorskip("mypy.api")
+    ini = tmp_path / "mypy.ini"
+    ini.write_text(config + INSTALLED)
+    files = [str(script) for script in SCRIPTS]
+    cache = ["--cache-dir", str(CACHE / str(config is READ))]
+    said, wrong, _ = api.run(["--config-file", str(ini), *cache, *files])
+    assert " error: " not in said + wrong, said + wrong
+    found = re.findall(r"(\w+)\.py:(\d+): note: Revealed type is \"(.*)\"", said)
+    wanted = [
+        (script.stem, str(number), name)
+        for script in SCRIPTS
+        for number, line in enumerate(script.read_text().splitlines(), 1)
+        for name in re.findall(r"reveal_type\(.*\)  # (\w+)", line)
+    ]
+    assert len(found) == len(wanted) == 11
+    for (*at, kind), (*there, name) in zip(sorted(found), sorted(wanted), strict=True):
+        opened = config is LEFT_OPEN and name in ("Data", "HeteroData")
+        assert at == there
+        assert re.split(r"[.\[]", kind)[-1] == ("Any" if opened else name)
+
+
+def test_names_and_arguments_fit_a_screen():
+    assert len(pdc.__all__) <= 45
+    assert len(inspect.signature(pdc.init).parameters) <= 10
+
+
+# Nothing of torch or PyG is another object after the import, a partition and training ---
+
+SCRIPT = """
+import sys, types
+import torch, torch.nn.functional, torch.optim
+import torch_geometric.data, torch_geometric.loader, torch_geometric.nn, torch_geometric.utils
+import torch_geometric.explain, torch_geometric.transforms
+
+THEIRS = "torch", "torch_geometric"
+KINDS = types.FunctionType, types.BuiltinFunctionType, type, property, staticmethod, classmethod
+
+
+def known():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in THEIRS and isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                if isinstance(value, KINDS):
+                    found[name, key] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    for inner, member in list(vars(value).items()):
+                        if isinstance(member, KINDS):
+                            found[name, key, inner] = member
+    return found
+
+
+before, loaded = known(), set(sys.modules)
+import pyg_distcomm.api, pyg_distcomm.cli
+
+# torch_geometric itself may bring numba: what counts is what we add to it
+late = {"numba", "triton", "pymetis", "sklearn", "matplotlib"}
+late |= {"pyg_distcomm.kernels.core_cpu", "pyg_distcomm.partition.cutters_jit"}
+assert not late & set(sys.modules) - loaded, late & set(sys.modules) - loaded
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+import pyg_distcomm as pdc
+from pyg_distcomm.loader import NeighborLoader
+
+n = 40
+data = torch_geometric.data.Data(
+    x=torch.randn(n, 4), edge_index=torch.randint(n, (2, 160)), y=torch.randint(3, (n,))
+)
+share = pdc.partition(data, pdc.init())
+for nn in (torch_geometric.nn, pdc.nn):
+    for kind in (nn.GCNConv, nn.GATConv, nn.SAGEConv, nn.TransformerConv):
+        conv = kind(4, 3)
+        for batch in (share, *NeighborLoader(data, [3], batch_size=20)):
+            out = conv(batch.x, batch.edge_index)
+            torch.nn.functional.cross_entropy(out, batch.y).backward()
+after = known()
+changed = [name for name, value in before.items() if after.get(name, value) is not value]
+assert len(before) > 10_000 and not changed, changed
+model = torch.jit.script(torch_geometric.nn.GCNConv(4, 3))
+torch.testing.assert_close(model(data.x, data.edge_index).shape, (n, 3))
+assert isinstance(share, torch_geometric.data.Data)
+"""
+
+
+@pytest.mark.subprocess
+def test_nothing_of_torch_or_pyg_is_replaced_and_importing_compiles_nothing():
+    run = [sys.executable, "-W", "ignore", "-c", SCRIPT]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -205,18 +205,6 @@ def test_a_closed_mesh_says_so():
     assert pdc.launch(_closed, 2, timeout=120) == [1, 1]
 
 
-def _fails_inside():
-    with pdc.init(timeout=60) as mesh:
-        if mesh.rank == 1:
-            raise ValueError("of rank 1")
-        collectives.barrier(mesh.world)
-
-
-def test_the_others_learn_why_a_mesh_was_left():
-    with pytest.raises(ValueError, match="of rank 1"):
-        pdc.launch(_fails_inside, 3, timeout=60)
-
-
 # Launch -----------------------------------------------------------------------------
 
 

@@ -1,17 +1,8 @@
-"""Which cases run by default, and which with `-m exhaustive` alone.
-
-    python -m pytest -m exhaustive --junitxml runs/exhaustive.xml
-    python tests/tiers.py runs/exhaustive.xml >> benchmarks/reports/exhaustive.md
-
-writes a table of what a run found, by file.
-"""
+"""Which cases run by default, and which with `-m exhaustive` alone."""
 
 from __future__ import annotations
 
 import itertools
-import sys
-import xml.etree.ElementTree as ElementTree
-from collections import Counter, defaultdict
 
 import pytest
 
@@ -47,23 +38,3 @@ def cover(names, *axes, step=1, **options):
         values = [axis[k] for axis, k in zip(axes, places, strict=True)]
         made.append(pytest.param(*values, marks=[] if places in chosen else rare))
     return pytest.mark.parametrize(names, made, **options)
-
-
-def report(*paths):
-    """Yields the lines of a table: cases of each file by what became of them, in all runs."""
-    found = defaultdict(Counter)
-    for path in paths:
-        for case in ElementTree.parse(path).iter("testcase"):
-            kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
-            end = "skipped" if kinds == {"skipped"} else "failed" if kinds else "passed"
-            found[case.get("classname").rpartition(".")[2]][end] += 1
-    ends = ("passed", "skipped", "failed")
-    yield f"| file | {' | '.join(ends)} |\n|---|---|---|---|"
-    for name in sorted(found):
-        yield f"| {name}.py | {' | '.join(str(found[name][end]) for end in ends)} |"
-    every = sum(found.values(), Counter())
-    yield f"| all | {' | '.join(f'{every[end]:,}' for end in ends)} |"
-
-
-if __name__ == "__main__":
-    print(*report(*sys.argv[1:]), sep="\n")

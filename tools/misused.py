@@ -145,14 +145,6 @@ def plain_values_differ():
     shared_out(data=data)
 
 
-@case(says="'near' is torch.sparse_coo, and ranks hold dense rows")
-def a_sparse_attribute():
-    data = graph()
-    value = torch.ones(data.edge_index.size(1))
-    data.near = torch.sparse_coo_tensor(data.edge_index, value, (240, 240))
-    shared_out(data=data)
-
-
 def typed():
     data = HeteroData()
     data["a"].x = torch.rand(20, 3, generator=torch.Generator().manual_seed(0))
