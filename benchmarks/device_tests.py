@@ -26,8 +26,7 @@ FIRST = (
     ("test_cuda.py::test_a_step_is_captured_as_a_cuda_graph", 1),
     ("test_cuda.py::test_minibatches_on_the_device_are_trimmed", 1),
     # kernels in Triton, and cuSPARSE, against their definitions in plain torch
-    ("test_kernels.py::test_cuda_follows_the_definition", 1),
-    ("test_cuda_kernels.py::test_products", 3),
+    ("test_cuda_kernels.py::test_products", 4),
     ("test_cuda_kernels.py::test_sums_in_the_order_of_the_cpu_have_its_bits", 1),
     ("test_cuda_kernels.py::test_what_torch_brings", 2),
     ("test_cuda_kernels.py::test_keyed_bits_and_masks", 2),
@@ -63,7 +62,7 @@ FIRST = (
     ("test_pipeline.py::test_one_chunk_is_the_full_graph", 2),
     ("test_step_relations.py::test_relations_of_hetero_conv_are_trimmed", 1),
     ("test_tensor.py::test_losses_are_global_means", 1),
-    # every public name once, which takes longest
+    # every kernel and codec once, which takes longest
     ("test_devices.py::test_on_cuda", 1),
 )
 SMOKED = (

@@ -207,7 +207,6 @@ def cases(lib):
         ),
         "softmax": case(lambda m, d: U.softmax(d.x, d.batch)),
         "softmax ptr": case(lambda m, d: U.softmax(d.x, ptr=d.ptr)),
-        "degree": case(lambda m, d: U.degree(d.batch, dtype=torch.float64)),
         "dense": case(lambda m, d: U.to_dense_batch(d.x, d.batch)[0]),
         "last of each": case(lambda m, d: U.scatter(d.x, d.batch, reduce="any")),
         "grouped rows": case(lambda m, d: d.x[:36].view(9, -1)),
@@ -299,14 +298,6 @@ def cases(lib):
         lambda: aggr.PowerMeanAggregation(learn=True),
     )
     out |= {f"norm {name}": of_batch(make) for name, make in norms.items()}
-    out |= {
-        f"scatter {r}": case(
-            lambda m, d, r=r: U.scatter(
-                d.edge_attr, d.edge_index[0], 0, d.num_nodes, reduce=r
-            )
-        )
-        for r in ("sum", "mean", "max", "mul", "any")
-    }
     return out
 
 

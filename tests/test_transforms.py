@@ -16,7 +16,6 @@ import torch_geometric.transforms as T
 import torch_geometric.utils as U
 import worlds
 from problems import GRAPHS, two_types, undirected
-from test_link_prediction import Variational
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
@@ -101,25 +100,11 @@ def _infomax(nn, d):
     return model.loss(*model(d.x, d.edge_index))
 
 
-def _vgae(kind):
-    def run(nn, d):
-        more = (torch.nn.Linear(6, 6),) if kind == "ARGVA" else ()
-        model = getattr(nn, kind)(Variational(nn), *more)
-        z = model.encode(d.x, d.edge_index)
-        return model.recon_loss(z, d.edge_index) + model.kl_loss() / d.num_nodes
-
-    return run
-
-
 def _smoothed(nn, d):
     model = nn.CorrectAndSmooth(2, 0.5, 2, 0.5)
     soft, mask = d.x[:, :4].softmax(-1), d.train_mask
     soft = model.correct(soft, d.y[mask], mask, d.edge_index)
     return model.smooth(soft, d.y[mask], mask, d.edge_index)
-
-
-def model_of(name, *args, **kwargs):
-    return lambda nn, d: seeded(getattr(nn, name), *args, **kwargs)(d.x, d.edge_index)
 
 
 def _batches(nn, d):
@@ -231,8 +216,6 @@ CASES = {
     ),
     "degree": lambda nn, d: U.degree(d.edge_index[0], d.num_nodes),
     "DeepGraphInfomax": _infomax,
-    "VGAE": _vgae("VGAE"),
-    "ARGVA": _vgae("ARGVA"),
     "CorrectAndSmooth": _smoothed,
     "LINKX": lambda nn, d: seeded(nn.LINKX, d.num_nodes, 7, 8, 4, 2)(d.x, d.edge_index),
     "PMLP": lambda nn, d: seeded(nn.PMLP, 7, 8, 4, 2, norm=False).eval()(
@@ -241,10 +224,6 @@ CASES = {
     "DirGNNConv": lambda nn, d: seeded(lambda: nn.DirGNNConv(nn.SAGEConv(7, 5)))(
         d.x, d.edge_index
     ),
-    **{
-        name: model_of(name, 7, 8, 2, 4, jk="cat", norm="batch_norm")
-        for name in ("GCN", "GraphSAGE", "GIN", "GAT", "EdgeCNN")
-    },
     "SIGN": lambda nn, d: T.SIGN(2)(d).x2,
     "FeaturePropagation": lambda nn, d: (
         T.FeaturePropagation(torch.arange(d.x.numel()).view(d.x.shape) % 3 == 0, 5)(d).x

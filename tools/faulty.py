@@ -41,11 +41,11 @@ TIMEOUT = 4.0  # seconds, of every mesh
 INJECTED = "injected on purpose"
 
 
-def workload(ranks=2, files=(), rank=1):
+def workload(ranks=2, files=(), rank=1, name=None):
     """Registers a workload, its ranks, what may stay in its folder, and whom faults strike."""
 
     def register(fn):
-        WORKLOADS[fn.__name__] = fn
+        WORKLOADS[name or fn.__name__] = fn
         fn.ranks, fn.files, fn.rank = ranks, tuple(files), rank
         return fn
 
@@ -109,49 +109,19 @@ def full_graph(algorithm="1d", layer=nn.GCNConv, link=None, **shape):
     return train(mesh, net(layer), data, step=None if link is None else link.step)
 
 
-@workload()
-def gcn():
-    return full_graph()
-
-
-@workload(ranks=4)
-def gcn_copied():
-    return full_graph("1.5d", replication=2)
-
-
-@workload(ranks=4)
-def gcn_on_a_grid():
-    return full_graph("2d")
-
-
-@workload()
-def gcn_by_features():
-    return full_graph("feature")
-
-
-@workload(ranks=3)
-def gat():
-    return full_graph(layer=nn.GATConv)
-
-
-@workload()
-def largest_neighbour():
-    return full_graph(layer=functools.partial(nn.SAGEConv, aggr="max"))
-
-
-@workload()
-def varco():
-    return full_graph(link=pdc.VARCO(4))
-
-
-@workload()
-def one_bit_late():
-    return full_graph(link=pdc.Sylvie(1))
-
-
-@workload()
-def some_rows():
-    return full_graph(link=pdc.BNS(0.5))
+LARGEST = functools.partial(nn.SAGEConv, aggr="max")
+for ranks, called, given in (
+    (2, "gcn", {}),
+    (4, "gcn_copied", {"algorithm": "1.5d", "replication": 2}),
+    (4, "gcn_on_a_grid", {"algorithm": "2d"}),
+    (2, "gcn_by_features", {"algorithm": "feature"}),
+    (3, "gat", {"layer": nn.GATConv}),
+    (2, "largest_neighbour", {"layer": LARGEST}),
+    (2, "varco", {"link": pdc.VARCO(4)}),
+    (2, "one_bit_late", {"link": pdc.Sylvie(1)}),
+    (2, "some_rows", {"link": pdc.BNS(0.5)}),
+):
+    workload(ranks, name=called)(functools.partial(full_graph, **given))
 
 
 class NormedNet(Net):
