@@ -14,7 +14,6 @@ import torch_geometric.nn as pyg
 import worlds
 from problems import GRAPHS, owners
 from test_layers import problem, shared, step
-from torch_geometric.nn import MessagePassing
 
 import pyg_distcomm as pdc
 from pyg_distcomm import DistTensor, nn
@@ -48,31 +47,6 @@ def test_layers_of_pyg_run_as_they_are(graph, size):
     names = sorted(LAYERS)
     at = {3: 0, 2: 1, 1: 2}[size]
     worlds.run(exact_layers, size, names[at::3], graph)
-
-
-class Scaled(MessagePassing):
-    """A layer whose weights are computed."""
-
-    def __init__(self):
-        super().__init__(aggr="add")
-
-    def forward(self, weight, x, edge_index):
-        return self.propagate(edge_index, x=x @ weight)
-
-
-def _computed_weights(data):
-    torch.manual_seed(0)
-    weight = torch.randn(7, 4).requires_grad_()
-    Scaled()(weight * 2, data.x, data.edge_index).square().sum().backward()
-    return [weight.grad]
-
-
-def _attribute(data):
-    s = torch.tensor(0.3).requires_grad_()
-    conv = pyg.APPNP(3, 0.1)
-    conv.alpha = s.sigmoid()
-    conv(data.x, data.edge_index).square().sum().backward()
-    return [s.grad]
 
 
 def _backward_hooks(data):
@@ -301,8 +275,6 @@ def _rows_into_plain(data):
 
 
 CALLS = (
-    _computed_weights,
-    _attribute,
     _backward_hooks,
     _double_backward,
     _functional,
