@@ -7,7 +7,6 @@ import torch_geometric.nn as pyg
 from problems import GRAPHS
 from torch.nn import BatchNorm1d, Linear, Module, ReLU, Sequential
 from torch_geometric.nn import MessagePassing
-from torch_geometric.utils import degree, softmax
 
 F = 7  # features of the problems' graphs
 OUT = 6
@@ -19,61 +18,6 @@ def mlp(a, b):
 
 def plain(a, b):
     return Sequential(Linear(a, b), ReLU(), Linear(b, b))
-
-
-class Weighted(MessagePassing):
-    """A user's layer: a message of its own, on weighted edges."""
-
-    def __init__(self, **kwargs):
-        super().__init__(aggr=kwargs.pop("aggr", "sum"), **kwargs)
-        self.lin = Linear(F, OUT)
-
-    def forward(self, x, edge_index, edge_weight):
-        return self.propagate(edge_index, x=self.lin(x), edge_weight=edge_weight)
-
-    def message(self, x_j, edge_weight):
-        return edge_weight.view(-1, 1) * x_j
-
-
-class Updater(MessagePassing):
-    """A user's layer with an edge_updater, an update, and the plain x beside x_j."""
-
-    def __init__(self, **kwargs):
-        super().__init__(aggr="sum", node_dim=0, **kwargs)
-        self.lin, self.att = Linear(F, OUT), Linear(2 * OUT, 2)
-
-    def forward(self, x, edge_index):
-        x = self.lin(x)
-        alpha = self.edge_updater(edge_index, x=x)
-        return self.propagate(edge_index, x=x, alpha=alpha)
-
-    def edge_update(self, x_i, x_j, index, size_i):
-        alpha = self.att(torch.cat([x_i, x_j], -1)).tanh()
-        return softmax(alpha, index, num_nodes=size_i)
-
-    def message(self, x_j, alpha):
-        return (x_j.unsqueeze(1) * alpha.unsqueeze(-1)).mean(1)
-
-    def update(self, inputs, x):
-        return inputs + x - x.mean(0)
-
-
-class ByDegree(MessagePassing):
-    """A user's layer that counts in-edges, and weighs edges by their targets'."""
-
-    def __init__(self, **kwargs):
-        super().__init__(aggr="add", **kwargs)
-        self.lin = Linear(F, OUT)
-
-    def forward(self, x, edge_index):
-        x = self.lin(x)
-        target = edge_index[1 if self.flow == "source_to_target" else 0]
-        deg = degree(target, x.size(0), dtype=x.dtype).clamp(min=1)
-        weight = 1 / deg[target] + 1 / deg.mean()
-        return self.propagate(edge_index, x=x, weight=weight, y=x[target])
-
-    def message(self, x_j, weight, y):
-        return weight.view(-1, 1) * (x_j - y)
 
 
 class EdgeNorm(MessagePassing):
@@ -89,25 +33,6 @@ class EdgeNorm(MessagePassing):
     def message(self, x_i, x_j):
         h = self.norm(self.lin(torch.cat([x_i, x_j - x_i], dim=1)))
         return h - h.mean(0) + h.max()
-
-
-class ReadsSources(MessagePassing):
-    """Counts the edges that leave a node, which other ranks have."""
-
-    def forward(self, x, edge_index):
-        deg = degree(edge_index[0], x.size(0), dtype=x.dtype)
-        return self.propagate(edge_index, x=x * deg.view(-1, 1))
-
-
-class PerNodeTable(MessagePassing):
-    """Looks up an ordinary table by node: its rows are ids, the numbers are not."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(500, F))
-
-    def forward(self, x, edge_index):
-        return self.propagate(edge_index, x=x) + self.table[edge_index[1]].mean()
 
 
 class OwnEdges(MessagePassing):
@@ -175,7 +100,6 @@ def _gat(kind, **kwargs):
 
 
 EXACT = {
-    "PerNodeTable": (PerNodeTable, X),
     "GATConv": (_gat("GATConv"), X),
     "GATConv edges": (_gat("GATConv", edge_dim=3, residual=True), A),
     "GATConv bare": (_gat("GATConv", edge_dim=3, add_self_loops=False), A),
@@ -301,15 +225,7 @@ EXACT = {
     "SimpleConv": (lambda: pyg.SimpleConv("mean", combine_root="cat"), W),
     "SimpleConv sum": (lambda: pyg.SimpleConv("sum", combine_root="sum"), W),
     "SuperGATConv": (lambda: _gat("SuperGATConv", attention_type="SD")().eval(), X),
-    "Weighted": (Weighted, W),
-    "Weighted back": (lambda: Weighted(flow="target_to_source"), W),
-    "Updater": (Updater, X),
-    "Updater back": (lambda: Updater(flow="target_to_source"), X),
-    "ByDegree": (ByDegree, X),
-    "ByDegree back": (lambda: ByDegree(flow="target_to_source"), X),
     "EdgeNorm": (EdgeNorm, X),
-    "ReadsSources": (ReadsSources, X),
-    "ReadsSources back": (lambda: ReadsSources(flow="target_to_source"), X),
     "GraphConv back": (lambda: pyg.GraphConv(F, OUT, flow="target_to_source"), W),
     "APPNP back": (lambda: pyg.APPNP(2, 0.1, flow="target_to_source"), W),
     "ChebConv back": (lambda: pyg.ChebConv(F, OUT, K=3, flow="target_to_source"), W),

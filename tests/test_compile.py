@@ -97,20 +97,6 @@ def test_torch_func_on_ordinary_tensors_is_compiled_as_without_this_package():
     torch.testing.assert_close(compiled(x), function(x))
 
 
-@tiers.parametrize("kinds", ["products", "halos"], [])
-def test_minibatches(kinds):
-    torch._dynamo.reset()
-    data, found = GRAPHS["undirected"](), []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = pdc.convert(Net(kinds, 0.0).double())
-        model = torch.compile(model, backend="eager") if compiled else model
-        loader = NeighborLoader(data, [4, 3, 2], batch_size=12)
-        batches = [(b, torch.arange(b.batch_size)) for b in loader]
-        found.append(train(model, batches))
-    alike.same(*reversed(found))
-
-
 @tiers.parametrize("kinds", ["products", "halos"], ["products"])
 @worlds.on(2)
 def test_replicated_models(kinds):

@@ -141,19 +141,6 @@ def test_our_layers_draw_the_masks_of_pygs_and_send_no_more(name, size):
     assert sent <= most
 
 
-@alike.in_doubles()
-def undropped(make, names):
-    torch.manual_seed(4)
-    return step(make().double().eval(), problem("directed"), names)
-
-
-@tiers.parametrize("name", [*LAYERS], slice(0, None, 3))
-def test_eval_drops_nothing(name):
-    want = undropped(*LAYERS[name])
-    got = worlds.run(trained, 3, name, "directed", "random", False)[0]
-    alike.same({k: v for k, v in got.items() if k in want}, want)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 @worlds.on()
 def test_numbers_and_gradients_are_kept_by_the_masks_of_the_kernel(size):

@@ -10,7 +10,7 @@ import pytest
 import tiers
 import torch
 from batches import same
-from chances import likely, subsets, successive
+from chances import likely, successive
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
@@ -272,19 +272,6 @@ def test_one_draw_at_each_layer_follows_the_formula(rule):
         assert (min(found) < 0) == (float(p.sum()) == 0)
         if min(found) >= 0 and int((p > 0).sum()) > 1:
             likely(torch.bincount(torch.tensor(found), minlength=7), p)
-
-
-@tiers.cover(
-    ("weight", "rule"), WEIGHTS, ["code", "cagnet", "paper", "fastgcn", "user"], step=2
-)
-def test_all_subsets_of_a_layer(rule, weight):
-    data = small()
-    p = chances(rule, data, [0, 1], weight)
-    sampler = KeyedLayerSampler(
-        data, [2], RULES[rule], keep_batch=False, weight_attr=weight
-    )
-    drawn = [out.node[2:] for out in bulk_of(sampler, [0, 1], 5000)]
-    likely(subsets(torch.stack(drawn), 7), successive(p, 2))
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)

@@ -187,6 +187,7 @@ KINDS = {
     },
     "aggregate": Ids,
     "update": Sizes,
+    "update back": lambda: Sizes(flow="target_to_source"),
     "aggregation": lambda: Aggregated(aggr=OwnAggregation()),
 }
 
