@@ -6,7 +6,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -118,15 +118,10 @@ def init(
             )
         mesh_options |= {"replication": replication, "grid": grid, "stages": stages}
         return _new_mesh(algorithm, mesh_options)
-    auto, data = algorithm, algorithm.data
     mesh = grids.init("1d", **mesh_options, also={"algorithm": "auto"})
-    problem = _option_problem((replication, grid, stages), auto)
+    problem = _option_problem((replication, grid, stages), algorithm)
     collectives.agree(problem, mesh.world)
-    read: Any = {"widths": auto.widths, "model": auto.model}
-    read |= {"layers": auto.layers, "inputs": auto.inputs}
-    options = {"memory": auto.memory, "partition": auto.method, "dtype": auto.dtype}
-    options |= {"codecs": auto.codecs}
-    best, owners = _choose_plan(mesh, data, read, options, mesh_options)
+    best, owners = _choose_plan(mesh, algorithm, mesh_options)
     if best.grid != mesh.grid:
         mesh = grids.init(grid=best.grid, **mesh_options)
     mesh.plan, mesh.owners = best, owners
@@ -163,47 +158,20 @@ def _option_problem(shape: tuple[Any, ...], auto: Auto) -> str | None:
     return None
 
 
-def _on_rank_0(mesh: Mesh, work: Callable[[], Any]) -> Any:
-    """Returns the result of `work` on rank 0, to all ranks; errors are raised on all ranks."""
-    with on_all_ranks(mesh.world):
-        found = work() if mesh.rank == 0 else None
-    return collectives.broadcast_object(found, mesh.world)
-
-
 def _choose_plan(
-    mesh: Mesh,
-    data: Any,
-    read: dict[str, Any],
-    options: dict[str, Any],
-    mesh_options: dict[str, Any],
+    mesh: Mesh, auto: Auto, mesh_options: dict[str, Any]
 ) -> tuple[Plan, Partition | None]:
     """Returns the plan to train by, and the owners of nodes if it has them; collective."""
-    options = options | read
-
-    def choose() -> tuple[Any, ...]:
-        plans = plan(data, ranks=mesh.size, **options)
-        inexact = bool(options["codecs"])
-        best = plans[0] if inexact and len(plans) else plans.best
-        owners = _owners(plans, best, data, options["partition"])
-        owner = None if owners is None else owners.owner.numpy()
-        if inexact or owner is None or takes_grid(options["partition"]):
-            candidates, training = [best], None
-        else:
-            training = _training(data, read, options)
-            candidates = shortlist(plans, training, options["memory"])
-        # links themselves are not sent to ranks, but their places in the list of codecs
-        links = [one and one.link for one in codings(options["codecs"])]
-        placed = [
-            (replace(one, link=None), links.index(one.link)) for one in candidates
-        ]
-        return placed, owner, training
-
+    found = None
     # the arguments of rank 0 count: the other ranks time what it chooses
-    placed, owner, training = _on_rank_0(mesh, choose)
     with on_all_ranks(mesh.world):
-        names = _codec_names(options["codecs"])
+        found = _candidates(auto, mesh.size) if mesh.rank == 0 else None
+    placed, owner, training = collectives.broadcast_object(found, mesh.world)
+    with on_all_ranks(mesh.world):
+        known = codings(auto.codecs)
+        names = ["plain" if one is None else one.name for one in known]
     check_alike({"codecs": names[1:]}, mesh.world)
-    links = [one and one.link for one in codings(options["codecs"])]
+    links = [one and one.link for one in known]
     candidates = [replace(one, link=links[at]) for one, at in placed]
     if owner is None:
         return candidates[0], None
@@ -211,27 +179,38 @@ def _choose_plan(
     if len(candidates) == 1:
         return candidates[0], owners
     with on_all_ranks(mesh.world), naming("give every rank the same data"):
-        edge_index, nodes, _ = edges_of(data, owners)
+        edge_index, nodes, _ = edges_of(auto.data, owners)
         check_edge_index(edge_index, nodes)
     best = fastest(edge_index, owners, candidates, training, mesh_options)
     return best, owners
 
 
-def _training(data: Any, read: dict[str, Any], options: dict[str, Any]) -> Training:
-    dtype = dtype_of(data, read["model"], options["dtype"])
-    return training_from_options(data, dtype=dtype, **read)
+def _candidates(auto: Auto, ranks: int) -> tuple[Any, ...]:
+    """Returns the plans to time or to take, the owners of nodes, and the training.
 
-
-def _codec_names(codecs: Sequence[CodecLike]) -> list[str]:
-    return ["plain" if one is None else one.name for one in codings(codecs)]
-
-
-def _owners(plans: Plans, best: Plan, data: Any, method: Any) -> Partition | None:
-    """Returns the owners of nodes in a plan."""
-    if plans.partition is None or not takes_grid(method):
-        return plans.partition
-    edge_index, nodes, mask = edges_of(data, method)
-    return cut(edge_index, nodes, best.size, method, train_mask=mask, grid=best.grid)
+    Plans come without their links, but with their places in the list of codecs.
+    """
+    data, method = auto.data, auto.method
+    options = {f.name: getattr(auto, f.name) for f in fields(auto)}
+    del options["data"], options["method"]
+    plans = plan(data, ranks=ranks, partition=method, **options)
+    inexact = bool(auto.codecs)
+    best = plans[0] if inexact and len(plans) else plans.best
+    owners = plans.partition
+    if owners is not None and takes_grid(method):
+        edge_index, nodes, mask = edges_of(data, method)
+        how: Any = {"train_mask": mask, "grid": best.grid}
+        owners = cut(edge_index, nodes, ranks, method, **how)
+    owner = None if owners is None else owners.owner.numpy()
+    candidates, training = [best], None
+    if not inexact and owner is not None and not takes_grid(method):
+        dtype = dtype_of(data, auto.model, auto.dtype)
+        how = auto.widths, auto.model, auto.layers, auto.inputs, dtype
+        training = training_from_options(data, *how)
+        candidates = shortlist(plans, training, auto.memory)
+    links = [one and one.link for one in codings(auto.codecs)]
+    placed = [(replace(one, link=None), links.index(one.link)) for one in candidates]
+    return placed, owner, training
 
 
 MOST = 4  # the most plans that are timed
@@ -248,11 +227,7 @@ def shortlist(
     """Returns the exact plans with the fewest bytes, to be timed; or only the best one.
 
     Returns only the best one if the layers are not a plain stack of GCN and SAGE layers.
-
-    Args:
-        plans: all plans.
-        training: the training that they plan.
-        memory: bytes that a rank may use for all of them together.
+    `memory` is what a rank may use for all of them together, in bytes.
     """
     best = plans.best
     limit = memory or DEFAULT_MEMORY
@@ -286,14 +261,7 @@ def fastest(
     """Trains some epochs of each plan, in turn, and returns the fastest; collective.
 
     The model is a GCN or GraphSAGE of the widths of `training`. The slowest rank's median
-    epoch counts.
-
-    Args:
-        edge_index: of the whole graph.
-        owners: the partition of its nodes.
-        plans: two or more, see `shortlist`.
-        training: plain, see `shortlist`.
-        mesh_options: arguments of `init` for their meshes, which are closed afterwards.
+    epoch counts. Meshes, made by `init` with `mesh_options`, are closed afterwards.
     """
     layers = training.layers
     dtype = DTYPES[training.itemsize]

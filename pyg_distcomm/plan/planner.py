@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import math
 import numbers
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
@@ -655,14 +654,14 @@ def _ranks_of(ranks: Any, mesh: Mesh | None, partition: Any) -> int:
         raise ValueError(
             "plan needs ranks=P (--ranks P), or the mesh whose ranks it is for"
         )
-    size = _as_int(ranks)
-    if size is None or size < 1:
+    whole = isinstance(ranks, numbers.Integral) and not isinstance(ranks, bool)
+    if not whole or ranks < 1:
         raise ValueError(f"ranks must be a whole number above 0, got {ranks!r}")
-    if mesh is not None and mesh.size != size:
+    if mesh is not None and mesh.size != ranks:
         raise ValueError(
             f"ranks={ranks}, but the mesh has {mesh.size}; give one of them"
         )
-    return size
+    return int(ranks)
 
 
 def _grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
@@ -673,13 +672,6 @@ def _grid_of(grid: Any, algorithm: str | None, size: int) -> Grid | None:
             "them"
         )
     return None if grid is None else resolve_grid(size, grid=grid)
-
-
-def _as_int(value: Any) -> int | None:
-    try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return None
 
 
 def _check_memory_option(memory: Any) -> None:

@@ -241,13 +241,11 @@ class CutGraph:
         return CutGraph(partition, edges, len(source))
 
     def traffic(self, grid: Grid, halo: str, fetches: bool, adds: bool) -> Traffic:
-        """Plans one product on a grid, on all ranks.
+        """Plans one product on all ranks of a grid, and what layers run by `HaloConv` fetch.
 
         Args:
-            grid: as many ranks as parts.
-            halo: the rows that travel; see `check_halo` in `ops/grid_plan.py`.
-            fetches: whether some layer is run by `HaloConv`.
-            adds: whether such a layer sums rows.
+            grid, halo: as many ranks as parts, and the rows that travel (see `check_halo`).
+            fetches, adds: whether there is such a layer, and whether one sums rows.
         """
 
         def plan(mesh: Mesh) -> RankPlan:
@@ -355,12 +353,8 @@ def epoch_cost(
 ) -> dict[str, Any]:
     """Returns the cost of an epoch, as fields of a `Plan`.
 
-    Args:
-        traffic: what ranks exchange.
-        training: the model.
-        coding: the link; None is the exact one. Rows of a coded link are summed on the rank
-            that reads them, and none are cached.
-        dtype: the dtype of the rows.
+    Rows of a coded link are summed on the rank that reads them, and none are cached. None is
+    the exact link.
     """
     exact, size = coding is None, math.prod(traffic.grid)
     products, rows = training.products(traffic.adds, exact)

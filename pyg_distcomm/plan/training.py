@@ -346,14 +346,11 @@ class Training:
         return tuple(layer.order for layer in self.layers)
 
     def products(self, adds: bool, exact: bool) -> tuple[list[ProductShape], int]:
-        """Returns the products of the third epoch or a later one.
+        """Returns the products of the third epoch or a later one, and how wide kept ghosts are.
 
         Args:
             adds: whether sums of rows that `HaloConv` reads are products.
             exact: whether the link is; else `HaloConv` sums and keeps no rows.
-
-        Returns:
-            The products, and the width of the ghosts that `HaloConv` keeps.
         """
         found, widths = [], [0]
         for layer in self.layers:
@@ -398,13 +395,9 @@ def training_of(
     itemsize: int = 4,
     ordering: MultiplyOrder = DEFAULT_ORDER,
 ) -> Training:
-    """Returns the training of a stack of layers from their widths.
+    """Returns the training of a stack of layers, all of one kind or each of its own.
 
-    Args:
-        widths: of the features, the hidden layers, and the output.
-        layers: the kind of all layers ("gcn" or "sage"), or of each.
-        inputs, itemsize: see `Training`.
-        ordering: the order of A X W in layers.
+    `widths` are those of the features, the hidden layers, and the output.
     """
     pairs = list(itertools.pairwise(widths))
     if not pairs:
@@ -443,13 +436,7 @@ def training_of_model(
 ) -> Training:
     """Reads the layers of a model, in the order in which it calls them.
 
-    A copy of it is run on two nodes, see `visited`.
-
-    Args:
-        model: of PyG's layers or ours.
-        num_features: of x; what layers of unknown (lazy) width get.
-        inputs: see `Training`.
-        ordering: the order of A X W in layers.
+    A copy of it is run on two nodes with so many features, see `visited`.
 
     Raises:
         ValueError: if the model has no layer that reads neighbours, or does not run.
