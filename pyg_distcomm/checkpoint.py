@@ -103,11 +103,8 @@ def find(path: str | Path) -> Path:
 def check_files(folder: Path, *patterns: str) -> None:
     """Raises ValueError, naming the file, if one of a folder differs from the saved one.
 
-    Args:
-        folder: a folder that `whole_folder` wrote.
-        patterns: the patterns of files to check, among those saved and those that exist now.
-
-    Price: a second or less for each GB.
+    Looks at those files that match a pattern, saved or there now. Price: a second or less for
+    each GB.
     """
     mark = folder / MARK
     _check_is_file(mark)
@@ -234,13 +231,9 @@ def save_checkpoint(
         raise TypeError(
             "leave out keep=, and give each checkpoint to keep its own path"
         )
-    mesh = given_mesh(mesh, "pdc.save_checkpoint")
-    if mesh.stage.size > 1:
-        raise ValueError(
-            "save_checkpoint saves one model that all ranks hold, but the mesh has "
-            f"{mesh.stage.size} stages; a Pipeline has save(path, optimizer)"
-        )
-    model, world = bare(model), mesh.world
+    mesh, model = given_mesh(mesh, "pdc.save_checkpoint"), bare(model)
+    world = mesh.world
+    _check_whole(model, mesh)
     with on_all_ranks(world):
         _check_optimizer(model, optimizer)
     trees = {"model": _model_state(model), "mesh": _mesh_state(mesh)}
@@ -257,7 +250,8 @@ def save_checkpoint(
         if mesh.rank == 0:
             files = {_file(name): tree for name, tree in trees.items()}
         if link is not None:
-            files[_link_file(mesh)] = _link_state(link)
+            states = {n: one.state_dict() for n, one in _named_links(link).items()}
+            files[_link_file(mesh.rank)] = states
     with whole_folder(path, "checkpoint", world) as folder, on_all_ranks(world):
         write_files(folder, files)
     tell(mesh.rank, "saved a checkpoint at %s", path)
@@ -295,6 +289,7 @@ def load_checkpoint(
             A parameter that does not fit is named, and nothing has changed.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
+    _check_whole(model, mesh)
     folder, world = _find_folder(path, mesh), mesh.world
     parts = ["model", "mesh"] if optimizer is None else ["model", "mesh", "optimizer"]
     own = _model_state(model)
@@ -317,6 +312,16 @@ def load_checkpoint(
     _set_random(mesh, state["mesh"]["random"])
     tell(mesh.rank, "loaded the checkpoint at %s", folder)
     return {name: _at(state["extra"][name], like) for name, like in extra.items()}
+
+
+def _check_whole(model: torch.nn.Module, mesh: Mesh) -> None:
+    """Raises ValueError for a model of which each rank may hold a part."""
+    if mesh.stage.size > 1 or getattr(type(model), "saves_itself", False):
+        raise ValueError(
+            f"a checkpoint holds one model that all ranks hold, got a {type(model).__name__} "
+            f"on {mesh.stage.size} stages; a Pipeline has save(path, optimizer) and "
+            "load(path, optimizer)"
+        )
 
 
 def _file(part: str) -> str:
@@ -487,12 +492,17 @@ def load_optimizer(
     optimizer.load_state_dict(whole)
 
 
-def _link_file(mesh: Mesh, rank: int | None = None) -> str:
-    return f"link.{mesh.rank if rank is None else rank}.pt"
+def _link_file(rank: int) -> str:
+    return f"link.{rank}.pt"
 
 
-def _named_links(link: Any) -> dict[str, LinkPolicy]:
+_ALL = "one link of all relations"
+
+
+def _named_links(link: Links) -> dict[str, LinkPolicy]:
     """Returns links keyed by relation, "a__to__b" or "to"; a shared link has its first name."""
+    if not isinstance(link, Mapping):
+        return {} if link is None else {_ALL: link}
     by_name = {"__".join(k) if isinstance(k, tuple) else str(k): link[k] for k in link}
     found: dict[str, LinkPolicy] = {}
     for name, one in sorted(by_name.items()):
@@ -501,39 +511,29 @@ def _named_links(link: Any) -> dict[str, LinkPolicy]:
     return found
 
 
-def _link_state(link: Any) -> dict[str, Any]:
-    if not isinstance(link, Mapping):
-        return link.state_dict()  # type: ignore[no-any-return]
-    states = {name: one.state_dict() for name, one in _named_links(link).items()}
-    return {"relations": states}
-
-
-def _links_of(link: Any, state: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
+def _links_of(link: Links, states: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
     """Pairs links with their saved states.
 
     Raises:
         ValueError: if the links differ from those that were saved.
     """
-    names = list(_named_links(link)) if isinstance(link, Mapping) else None
-    saved = list(state["relations"]) if "relations" in state else None
-    if names is None or saved is None or set(names) != set(saved):
-        if names is None and saved is None:
-            return [(link, state)]
-        one = "one link of all relations"
+    links = _named_links(link)
+    saved, given = (
+        _ALL if _ALL in names else f"links of {list(names)}"
+        for names in (states, links)
+    )
+    if set(states) != set(links):
         raise ValueError(
-            f"saved with {one if saved is None else f'links of {saved}'}, and given "
-            f"{one if names is None else f'links of {names}'}: give links as they were saved"
+            f"saved with {saved}, and given {given}: give links as they were saved"
         )
-    return [(each, state["relations"][n]) for n, each in _named_links(link).items()]
+    return [(each, states[name]) for name, each in links.items()]
 
 
 def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
     """Loads each rank's own file, or rank 0's without its rows if a rank lacks a file."""
-    here = (path / _link_file(mesh)).exists()
-    whole = all(
-        row[0] for row in collectives.all_gather_counts([int(here)], mesh.world)
-    )
-    file = path / (_link_file(mesh) if whole else _link_file(mesh, 0))
+    here = (path / _link_file(mesh.rank)).exists()
+    whole = [0] not in collectives.all_gather_counts([int(here)], mesh.world)
+    file = path / _link_file(mesh.rank if whole else 0)
     with on_all_ranks(mesh.world), naming(f"cannot load the link of checkpoint {path}"):
         check_files(path, file.name)
         pairs = _links_of(link, read_whole(file))

@@ -1,11 +1,11 @@
 """Writes files and folders atomically, whole or not at all, and deletes only what it wrote.
 
 [Note: whole folders] A writer fills `.NAME.writing-TOKEN` beside NAME; the token names the
-process. Once all files are on the disk, the folder is renamed to `.NAME.ready-TOKEN`, and then
-exchanged with NAME in one step (`renameat2` of Linux), so that NAME always exists. If the file
-system cannot exchange, the old folder is renamed first, and a kill between the two steps leaves
-no NAME; `newest` then returns the folder that is ready, and the next write puts it back. The
-folder of an unfinished write is removed only after its process has ended.
+process. Once all files are on the disk, the folder is exchanged with NAME in one step
+(`renameat2` of Linux), so that NAME always exists. If the file system cannot exchange, the old
+folder is renamed to `.NAME.old-TOKEN` first, and a kill between the two steps leaves no NAME;
+`newest` then returns the old folder, and the next write puts it back. What an unfinished write
+leaves is removed only after its process has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import IO, Any, cast
 import torch
 
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished folder is removed
-_NAME = re.compile(r"(\..*)\.(writing|ready|old)-((.+)-(\d+)-[0-9a-f]{8})")
+_NAME = re.compile(r"(\..*)\.(writing|old)-((.+)-(\d+)-[0-9a-f]{8})")
 _AT_CWD, _EXCHANGE = -100, 2  # arguments of renameat2
 
 
@@ -41,15 +41,8 @@ def new_token() -> str:
 
 
 def sibling(place: Path, state: str, token: str) -> Path:
-    """Returns the path of a writer's folder in a state: writing, ready or old."""
+    """Returns the path of a writer's folder in a state: writing or old."""
     return place.with_name(f".{place.name}.{state}-{token}")
-
-
-def in_state(path: Path, state: str) -> Path:
-    """Returns the path of the same writer's folder in another state."""
-    parts = _NAME.fullmatch(path.name)
-    assert parts is not None
-    return path.with_name(f"{parts[1]}.{state}-{parts[3]}")
 
 
 def leftovers(place: Path, state: str) -> list[Path]:
@@ -63,15 +56,10 @@ def newest(place: Path, ended: bool = False) -> Path | None:
 
     With `ended`, only those of ended writers count: a running one may be about to rename it.
     """
-    for state in ("ready", "old"):
-        left = [
-            path
-            for path in leftovers(place, state)
-            if not ended or writer_has_ended(path)
-        ]
-        if left:
-            return max(left, key=_written_at)
-    return None
+    left = [
+        path for path in leftovers(place, "old") if not ended or writer_has_ended(path)
+    ]
+    return max(left, key=_written_at, default=None)
 
 
 def put_back(place: Path, is_ours: Callable[[Path], bool]) -> None:
@@ -100,7 +88,7 @@ def writer_has_ended(left: Path) -> bool:
 
 def clear(place: Path, is_ours: Callable[[Path], bool]) -> None:
     """Removes the folders beside a place whose writers have ended, if they are ours."""
-    for state in ("writing", "ready", "old"):
+    for state in ("writing", "old"):
         for left in leftovers(place, state):
             if writer_has_ended(left) and is_ours(left):
                 _remove(left)
@@ -111,39 +99,32 @@ def put_in_place(aside: Path, place: Path) -> None:
 
     `aside` is in the state "writing".
     """
-    ready = in_state(aside, "ready")
-    os.rename(aside, ready)
-    replaces = os.path.lexists(place)
-    try:
-        if replaces:
-            exchange(ready, place)
-        else:
-            os.rename(ready, place)
-    except BaseException:
-        _remove(ready)
-        raise
-    if replaces:
-        _remove(ready)
+    if os.path.lexists(place):
+        _remove(exchange(aside, place))
+    else:
+        os.rename(aside, place)
     sync(place.parent)
 
 
-def exchange(ready: Path, place: Path) -> None:
-    """Exchanges two folders, in one step if the file system can."""
+def exchange(aside: Path, place: Path) -> Path:
+    """Exchanges two folders, in one step if possible; returns where the old one is."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
-        names = os.fsencode(ready), os.fsencode(place)
+        names = os.fsencode(aside), os.fsencode(place)
         if libc.renameat2(_AT_CWD, names[0], _AT_CWD, names[1], _EXCHANGE) == 0:
-            return
+            return aside
     except (OSError, AttributeError):
         pass
-    old = in_state(ready, "old")
+    parts = _NAME.fullmatch(aside.name)
+    assert parts is not None
+    old = sibling(place, "old", parts[3])
     os.rename(place, old)
     try:
-        os.rename(ready, place)
+        os.rename(aside, place)
     except BaseException:
         os.rename(old, place)
         raise
-    os.rename(old, ready)
+    return old
 
 
 def _remove(path: Path) -> None:

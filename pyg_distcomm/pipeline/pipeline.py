@@ -238,6 +238,8 @@ class Pipeline(torch.nn.Module):
             nodes, layers that normalise over nodes, and what is no layer.
     """
 
+    saves_itself = True  # see `checkpoint`
+
     def __init__(
         self,
         layers: Any,
