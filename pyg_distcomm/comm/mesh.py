@@ -359,24 +359,12 @@ def init(
     stages: int = 1,
     check: Check = "first",
     strict: bool = False,
-    also: dict[str, Any] | None = None,
 ) -> Mesh:
-    """Joins the run and returns its mesh.
-
-    Works under torchrun (or any launcher that sets RANK and WORLD_SIZE), under
-    `pdc.launch`, in a process group that the caller has made, or in a single process.
+    """Joins the run and returns its mesh, as `pdc.init` does for the name of a grid.
 
     Args:
-        algorithm: "1d", "1.5d", "2d", "3d" or "feature"; see `resolve_grid`.
-        replication: c of the 1.5D algorithm.
-        grid: an explicit grid `(row, col, fiber)`, instead of a name.
-        backend: "gloo", "nccl", or torch's mixed form; the default is what is available.
-        device: where this rank computes; its CUDA device with NCCL, else the CPU. "cuda" is
-            the device of LOCAL_RANK, as it is with NCCL.
-        seed: the seed of dropout and of everything else that is keyed.
-        stages: the number of pipeline stages; see [Note: stages].
-        timeout, check, strict: see `pdc.init`.
-        also: further arguments, by name, that must be the same on all ranks.
+        algorithm, replication, grid: see `resolve_grid`; "auto" is "1d", for a plan to come.
+        backend, device, seed, timeout, stages, check, strict: see `pdc.init`.
 
     Raises:
         ValueError: if the grid does not fit; the message lists the sizes that do. On all
@@ -385,7 +373,7 @@ def init(
     """
     settings: dict[str, Any] = {"algorithm": algorithm, "grid": grid, "strict": strict}
     settings |= {"replication": replication, "stages": stages, "seed": seed}
-    settings |= {"check": check, "timeout": timeout, "backend": backend, **(also or {})}
+    settings |= {"check": check, "timeout": timeout, "backend": backend}
     problem = _argument_error(settings)
     check_launched()
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -396,7 +384,8 @@ def init(
     if problem is None:
         try:
             size = ranks_per_stage(world_size(), stages)
-            sides = resolve_grid(size, algorithm, replication, grid)
+            name = "1d" if algorithm == "auto" else algorithm
+            sides = resolve_grid(size, name, replication, grid)
         except (TypeError, ValueError) as error:
             problem = error
     own_device: Any = "none"

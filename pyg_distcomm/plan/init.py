@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import mesh as grids
-from pyg_distcomm.comm.axis import destroy_groups
 from pyg_distcomm.comm.consistency import check_alike, naming, on_all_ranks
 from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partition_data import partition
@@ -118,7 +117,7 @@ def init(
             )
         mesh_options |= {"replication": replication, "grid": grid, "stages": stages}
         return _new_mesh(algorithm, mesh_options)
-    mesh = grids.init("1d", **mesh_options, also={"algorithm": "auto"})
+    mesh = grids.init("auto", **mesh_options)
     problem = _option_problem((replication, grid, stages), algorithm)
     collectives.agree(problem, mesh.world)
     best, owners = _choose_plan(mesh, algorithm, mesh_options)
@@ -284,9 +283,7 @@ def fastest(
     slowest = collectives.all_reduce(slowest, world, "max")
     del epoch, runs  # which use the groups
     for mesh in meshes:
-        collectives.barrier(mesh.world)
-        axes = (getattr(mesh, name) for name in grids.AXES)
-        destroy_groups((mesh.world, mesh.data, *axes))
+        mesh.close()
     return plans[int(slowest.argmin())]
 
 

@@ -176,54 +176,53 @@ class RandomGraph:
         part = 1.0 if parts == 1 or halo == "blocks" else self.fill(parts)
         return 1.0 if halo == "auto" and part * (1 + PACKING) >= 1 else part
 
+    def traffic(self, grid: Grid, halo: str, training: Training) -> Traffic:
+        """Returns what ranks of a grid exchange in the mean, for a random graph.
 
-def mean_traffic(graph: RandomGraph, grid: Grid, halo: str) -> Traffic:
-    """Returns what ranks of a grid exchange in the mean, for a random graph.
+            ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
 
-        ghosts = n/s (1 - 1/r) (1 - E (1 - 1/r)^d)     over the row axis
+        and with r and s exchanged over the col axis; whole blocks have no last factor. Arrays
+        have an entry for each rank of a fiber, whose slices of features differ in width.
+        """
+        (r, s, p), n, size = grid, self.nodes, math.prod(grid)
+        rows = n / s * (1 - 1 / r) * self.sent(r, halo)
+        sums = n / r * (1 - 1 / s) * self.sent(s, halo)
+        ghosts = n * (1 - 1 / size) * self.sent(size, "rows")
+        nodes, edges = np.full(p, n / size), np.full(p, self.edges / size)
 
-    and with r and s exchanged over the col axis; whole blocks have no last factor. Arrays
-    have an entry for each rank of a fiber, whose slices of features differ in width.
-    """
-    (r, s, p), n, size = grid, graph.nodes, math.prod(grid)
-    rows = n / s * (1 - 1 / r) * graph.sent(r, halo)
-    sums = n / r * (1 - 1 / s) * graph.sent(s, halo)
-    ghosts = n * (1 - 1 / size) * graph.sent(size, "rows")
-    nodes, edges = np.full(p, n / size), np.full(p, graph.edges / size)
+        def exchange(
+            product: ProductShape, codec: Codec, dtype: torch.dtype
+        ) -> tuple[Array, Array, Array]:
+            if product.halo:
+                none, widths = np.zeros(p), np.full(p, product.width)
+                links = ((ghosts, size - 1),)
+                return none, *_coded(links, widths, codec, dtype)
+            widths = np.array(balanced_split(product.width, p))
+            received, messages = _coded(
+                ((rows, r - 1), (sums, s - 1)), widths, codec, dtype
+            )
+            words = nodes * (p - 1) * widths + nodes * (product.width - widths)
+            some = widths > 0
+            if p > 1:
+                messages = messages + some.sum() - some + some * (p - 1)
+            return (p > 1) * words * dtype.itemsize, received, messages
 
-    def exchange(
-        product: ProductShape, codec: Codec, dtype: torch.dtype
-    ) -> tuple[Array, Array, Array]:
-        if product.halo:
-            none, widths = np.zeros(p), np.full(p, product.width)
-            links = ((ghosts, size - 1),)
-            return none, *_coded(links, widths, codec, dtype)
-        widths = np.array(balanced_split(product.width, p))
-        received, messages = _coded(
-            ((rows, r - 1), (sums, s - 1)), widths, codec, dtype
+        shapes = ProductShape(0, p, False), ProductShape(0, 1, False, True)
+        priced = (exchange(one, Plain(), torch.float32) for one in shapes)
+        added, fetched = (float((fiber + bytes_).mean()) for fiber, bytes_, _ in priced)
+        adds = grid[1:] == (1, 1) or added / p < fetched
+        return Traffic(
+            grid,
+            nodes,
+            edges,
+            fiber=nodes * p,
+            nonzeros=edges * p,
+            rows=np.full(p, 2 * (rows + sums)),
+            ghosts=np.full(p, ghosts),
+            sent=np.full(p, ghosts),
+            adds=adds,
+            exchange=exchange,
         )
-        words = nodes * (p - 1) * widths + nodes * (product.width - widths)
-        some = widths > 0
-        if p > 1:
-            messages = messages + some.sum() - some + some * (p - 1)
-        return (p > 1) * words * dtype.itemsize, received, messages
-
-    shapes = ProductShape(0, p, False), ProductShape(0, 1, False, True)
-    priced = (exchange(one, Plain(), torch.float32) for one in shapes)
-    added, fetched = (float((fiber + bytes_).mean()) for fiber, bytes_, _ in priced)
-    adds = grid[1:] == (1, 1) or added / p < fetched
-    return Traffic(
-        grid,
-        nodes,
-        edges,
-        fiber=nodes * p,
-        nonzeros=edges * p,
-        rows=np.full(p, 2 * (rows + sums)),
-        ghosts=np.full(p, ghosts),
-        sent=np.full(p, ghosts),
-        adds=adds,
-        exchange=exchange,
-    )
 
 
 def _coded(
@@ -436,15 +435,9 @@ def show_bytes(count: float) -> str:
 
 def name_of(grid: Grid) -> str:
     """Returns the name `resolve_grid` has for a grid, or "grid"."""
-    r, s, p = grid
-    if s == p == 1:
-        return "1d"
-    if r == s == 1:
-        return "feature"
-    for name in ("2d", "3d"):
-        if named_grid(r * s * p, name) == grid:
-            return name
-    return "1.5d" if p == 1 else "grid"
+    known = ("1d", "feature", "2d", "3d")
+    names = (n for n in known if named_grid(math.prod(grid), n) == grid)
+    return next(names, "1.5d" if grid[2] == 1 else "grid")
 
 
 def plan(
@@ -510,7 +503,7 @@ def plan(
     for each in _grids(size, algorithm, grid):
         if takes_grid(partition):
             source = _source(*cutting, each)[0]
-        traffic = _traffic(source, each, halo, training)
+        traffic = source.traffic(each, halo, training)
         for link in links:
             cost = epoch_cost(traffic, training, link, dtype)
             found.append(Plan(each, training.orders, **cost, **_link_fields(link)))
@@ -525,15 +518,6 @@ def plan(
         f"{description}, {size} ranks; {_describe_training(training)}",
         owners,
     )
-
-
-def _traffic(
-    source: CutGraph | RandomGraph, grid: Grid, halo: str, training: Training
-) -> Traffic:
-    """Returns what the ranks of a grid exchange, by their plans, or in the mean."""
-    if isinstance(source, RandomGraph):
-        return mean_traffic(source, grid, halo)
-    return source.traffic(grid, halo, training.runs_by_halo, training.adds_rows)
 
 
 def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:

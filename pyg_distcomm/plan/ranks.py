@@ -240,13 +240,12 @@ class CutGraph:
         edges = [(at, source[at], target[at]) for at in split]
         return CutGraph(partition, edges, len(source))
 
-    def traffic(self, grid: Grid, halo: str, fetches: bool, adds: bool) -> Traffic:
+    def traffic(self, grid: Grid, halo: str, training: Training) -> Traffic:
         """Plans one product on all ranks of a grid, and what layers run by `HaloConv` fetch.
 
-        Args:
-            grid, halo: as many ranks as parts, and the rows that travel (see `check_halo`).
-            fetches, adds: whether there is such a layer, and whether one sums rows.
+        A grid has as many ranks as parts; `halo` is the rows that travel, see `check_halo`.
         """
+        fetches, adds = training.runs_by_halo, training.adds_rows
 
         def plan(mesh: Mesh) -> RankPlan:
             nodes = self.partition.gids(mesh.rank)
