@@ -200,9 +200,9 @@ MISTAKES = {
     "inspect outer": "outer: is not a partition folder, but holds one; give outer",
     "inspect nowhere": "nowhere: does not exist, but should be a partition",
     "report nowhere": "nowhere: does not exist",
-    "report full/a.txt": "full/a.txt: is a file, not the folder of pdc.metrics",
-    "report full": "full: is not a folder of pdc.metrics (it has no run.json)",
-    "report outer/parts": "outer/parts: holds parts, not a run; `pyg-distcomm in",
+    "report full/a.txt": "full/a.txt: is a file, not a folder of pdc.metrics",
+    "report full": "full: is not a folder of pdc.metrics (no run.json; it holds a",
+    "report outer/parts": "outer/parts: is a partition folder; `pyg-distcomm in",
 }
 
 

@@ -127,7 +127,7 @@ def alike(folder):
     data = pdc.partition(generated(40), mesh, "block")
     one = mesh.rank == 1
     for wrong, told in (
-        (generated(20), "Data with a plain edge_index on rank 1"),
+        (generated(20), "rank 1: .*got Data with a plain edge_index"),
         (None, "missing on rank 1"),
     ):
         with pytest.raises((TypeError, ValueError), match=told):
@@ -178,8 +178,6 @@ def test_what_is_no_figure_is_refused(tmp_path):
     (tmp_path / "other" / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"is not what pdc.metrics has written"):
         pdc.metrics(tmp_path / "other", lone())
-    with pytest.raises(ValueError, match=r"is not a folder of pdc.metrics"):
-        read_run(tmp_path)
 
 
 def test_phases_of_a_loader_are_those_it_shows():

@@ -73,53 +73,47 @@ def check_partition(arguments: argparse.Namespace) -> None:
 def check_inspect(arguments: argparse.Namespace) -> None:
     """Raises ValueError, saying what the path is, if it is no partition folder."""
     if not _holds_parts(arguments.folder):
-        raise ValueError(f"{arguments.folder}: {describe(arguments.folder)}")
+        cut = "write one by `pyg-distcomm partition GRAPH parts --parts 2`"
+        found = describe(arguments.folder, META, "a partition folder", cut)
+        raise ValueError(f"{arguments.folder}: {found}")
 
 
 def check_report(arguments: argparse.Namespace) -> None:
     """Raises ValueError, saying what the path is, if it is no run, or `out` is a folder."""
     run, out = arguments.run, arguments.out
-    if not run.exists():
-        raise ValueError(f"{run}: does not exist; give the folder of pdc.metrics")
-    if run.is_file():
-        raise ValueError(
-            f"{run}: is a file, not the folder of pdc.metrics; open a file of pdc.trace in "
-            "https://ui.perfetto.dev"
-        )
-    if _holds_parts(run):
-        raise ValueError(
-            f"{run}: holds parts, not a run; `pyg-distcomm inspect {run}` shows their figures"
-        )
     if not (run / RUN).is_file():
-        raise ValueError(
-            f"{run}: is not a folder of pdc.metrics (it has no {RUN}); record a run by "
-            f"run = pdc.metrics({str(run)!r}, mesh) and run.epoch(...)"
+        record = (
+            f"record a run by run = pdc.metrics({str(run)!r}, mesh) and run.epoch(...); a file "
+            "of pdc.trace is opened in https://ui.perfetto.dev"
         )
+        found = describe(run, RUN, "a folder of pdc.metrics", record)
+        raise ValueError(f"{run}: {found}")
     if out.is_dir():
         raise ValueError(f"{out}: is a folder; give a file, as -o report.html")
 
 
-def describe(path: Path) -> str:
-    """Says what is at a path where a partition folder was wanted, and what to do."""
-    cut = "; write one by `pyg-distcomm partition GRAPH parts --parts 2`"
+def describe(path: Path, file: str, wanted: str, advice: str) -> str:
+    """Says what is at a path where a folder with a file was wanted, and what to do."""
     if not path.exists():
-        return f"does not exist, but should be a partition folder{cut}"
+        return f"does not exist, but should be {wanted}; {advice}"
     if not path.is_dir():
-        return f"is a file, not a partition folder{cut}"
+        return f"is a file, not {wanted}; {advice}"
     if (path / RUN).is_file():
         return f"is a run of pdc.metrics; draw it by `pyg-distcomm report {path}`"
+    if _holds_parts(path):
+        return f"is a partition folder; `pyg-distcomm inspect {path}` shows its figures"
     mark = path / MARK
     if mark.is_file():
-        return f"is a {_kind(mark)} of pyg_distcomm, not a partition folder{cut}"
+        return f"is a {_kind(mark)} of pyg_distcomm, not {wanted}; {advice}"
     names = sorted(one.name for one in path.iterdir())
     if not names:
-        return f"is an empty folder{cut}"
-    inner = [name for name in names if (path / name / META).is_file()]
+        return f"is an empty folder; {advice}"
+    inner = [name for name in names if (path / name / file).is_file()]
     if inner:
-        return f"is not a partition folder, but holds one; give {path / inner[0]}"
+        return f"is not {wanted}, but holds one; give {path / inner[0]}"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     held = ", ".join(names[:SHOWN]) + more
-    return f"is not a partition folder (no {META}; it holds {held}){cut}"
+    return f"is not {wanted} (no {file}; it holds {held}); {advice}"
 
 
 def _holds_parts(folder: Path) -> bool:

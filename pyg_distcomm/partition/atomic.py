@@ -246,10 +246,15 @@ def sha256(path: Path) -> str:
 
 
 def add_line(path: Path, line: str) -> None:
-    """Adds a line to the end of a file, whole or not at all; an OSError names the file."""
+    """Adds a line to the end of a file, whole or not at all; an OSError names the file.
+
+    A line before it that a kill has cut short is ended first.
+    """
     data = line.encode()
-    with open(path, "ab", buffering=0) as file:
-        end = file.tell()
+    with open(path, "a+b", buffering=0) as file:
+        if end := file.tell():
+            file.seek(end - 1)
+            data = data if file.read(1) == b"\n" else b"\n" + data
         try:
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

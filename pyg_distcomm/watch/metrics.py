@@ -117,14 +117,22 @@ class metrics:
         mesh = self.mesh
         edge_index = getattr(data, "edge_index", None)
         shared = isinstance(edge_index, DistEdgeIndex)
-        data_kind = (
-            None if data is None else "a share" if shared else type(data).__name__
-        )
+        with on_all_ranks(self._axis):
+            if data is not None and not shared:
+                raise TypeError(
+                    "pdc.metrics takes as data what pdc.partition(data, mesh) returned, got "
+                    f"{type(data).__name__} with a plain edge_index"
+                )
         place = None if self.folder is None else str(self.folder)
-        described = socket.gethostname(), data_kind, place
-        hosts, kinds, folders = zip(
+        described = socket.gethostname(), shared, place
+        hosts, given, folders = zip(
             *collectives.all_gather_object(described, self._axis), strict=True
         )
+        if len(set(given)) > 1:
+            raise ValueError(
+                "pdc.metrics takes data= on all ranks or none, and it is missing on rank "
+                f"{given.index(False)}"
+            )
         if mesh.everyone.rank:  # so that `trace` is entered on all ranks, or on none
             self.folder = None if folders[0] is None else Path(folders[0])
         found: Row = {
@@ -135,18 +143,7 @@ class metrics:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        for rank, other in enumerate(kinds):
-            if other not in (None, "a share"):
-                raise TypeError(
-                    "pdc.metrics takes as data what pdc.partition(data, mesh) returned, got "
-                    f"{other} with a plain edge_index on rank {rank}"
-                )
-        if len(set(kinds)) > 1:
-            raise ValueError(
-                "pdc.metrics takes data= on all ranks or none, and it is missing on rank "
-                f"{kinds.index(None)}"
-            )
-        if not isinstance(edge_index, DistEdgeIndex):
+        if not shared:
             return found
         found["partition"] = asdict(partition_report(data))
         return found
@@ -162,7 +159,6 @@ class metrics:
             self._start = len(starts)
             starts.append({"time": time.time(), "ranks": about["ranks"]})
             write_text(self.folder / RUN, json.dumps({**about, "starts": starts}))
-            _end_line(self.folder / ROWS)
         except OSError as error:
             raise ValueError(
                 f"pdc.metrics cannot write {self.folder}: {error}"
@@ -380,17 +376,8 @@ class RecordedRun:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
-    """Reads a folder that `pdc.metrics` has written.
-
-    Raises:
-        ValueError: if the folder holds no run.
-    """
+    """Reads a folder that `pdc.metrics` has written; raises ValueError for other files."""
     place = Path(folder)
-    if not (place / RUN).is_file():
-        raise ValueError(
-            f"{place}: is not a folder of pdc.metrics (it has no {RUN}); record a run by "
-            f"run = pdc.metrics({str(place)!r}, mesh) and run.epoch(...)"
-        )
     found = place / TRACE if (place / TRACE).is_file() else None
     return RecordedRun(_read_json(place / RUN), _read_rows(place), found)
 
@@ -431,15 +418,6 @@ def write_text(path: Path, text: str) -> None:
     """Writes a file whole, or not at all; an OSError names it."""
     with whole_file(path) as aside:
         aside.write_text(text)
-
-
-def _end_line(path: Path) -> None:
-    """Ends a line that a kill has cut short, so that the next row begins a line."""
-    if path.exists() and path.stat().st_size:
-        with open(path, "rb+") as file:
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
 
 
 def is_finite(value: Any) -> bool:
