@@ -123,7 +123,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_twice():
             store.get("key")
     assert inner.calls == 1
     inner.mended.set()
-    store._stuck.join()
+    store._stuck.result()
     inner.mended.clear()
     with pytest.raises(RankError, match="store does not answer"):
         store.get("key")  # it may answer again

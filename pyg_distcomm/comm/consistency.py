@@ -245,9 +245,6 @@ class Comparer:
             owner: the layer.
             value: the object that holds its settings, as its link.
             get_settings: returns these settings by name.
-
-        Raises:
-            ValueError: naming what differs, and both values.
         """
         mesh = self._mesh
         if mesh.size == 1 or mesh.check == "never":
@@ -266,13 +263,6 @@ class Comparer:
         """Raises on all ranks if they call different operations over all rows; collective.
 
         Price: one all-gather of two words per rank.
-
-        Args:
-            name: the operation.
-            operands: a description of each.
-
-        Raises:
-            ValueError: naming the operations.
         """
         details = {"operation": f"{name}({', '.join(operands)})"}
         _compare_and_gather(
@@ -288,13 +278,6 @@ class Comparer:
         """Raises on all ranks if a plain tensor differs between them; collective.
 
         Price: one all-gather of two words per rank.
-
-        Args:
-            x: the tensor, without gradient.
-            what: the name of the operation.
-
-        Raises:
-            ValueError: naming the operation and the ranks.
         """
         details = {"operation": f"{what}()", "plain tensor": _shape_and_dtype(x)}
         axis = self._unpriced
@@ -314,15 +297,9 @@ class Comparer:
     def compare_trained(self, leaves: dict[int, Tensor]) -> None:
         """Compares parameters after steps of an optimizer, and counts of dropout; collective.
 
-        Parameters that differ by rounding errors get rank 0's values.
-
-        Price: one all-reduce of two words.
-
-        Args:
-            leaves: parameters, by their number in the order of first use.
-
-        Raises:
-            ValueError: on all ranks, if they differ by more.
+        Parameters, by their number in the order of first use, that differ by rounding errors
+        get rank 0's values; if they differ by more, all ranks raise. Price: one all-reduce of
+        two words.
         """
         mark = random.fold(self._mesh.step, *map(digest, leaves.values()))
         if collectives.differ(mark, self._unpriced):
@@ -343,16 +320,10 @@ class Comparer:
         for place, (number, x) in enumerate(leaves.items()):
             if all(mark[place] == marks[0][place] for mark in marks):
                 continue
-            mine = x.detach()
-            first = collectives.all_reduce(
-                mine if mesh.rank == 0 else torch.zeros_like(mine), mesh.data
-            )
+            mine, first = x.detach(), _of_rank_0(x, mesh)
             gap, size = (first - mine).abs().max(), first.abs().max()
             far = bool(gap > _ROUNDING * torch.finfo(x.dtype).eps ** 0.5 * size)
-            if any(
-                row[0]
-                for row in collectives.all_gather_counts([int(far)], mesh.control)
-            ):
+            if [1] in collectives.all_gather_counts([int(far)], mesh.control):
                 ranks = [r for r, m in enumerate(marks) if m != marks[0]]
                 raise ValueError(
                     "train all ranks alike: a replicated parameter (number "
@@ -386,11 +357,8 @@ class Comparer:
         marks = _compare_and_gather(_PARAMETER, details, digest(x), mesh)
         if all(mark == marks[0] for mark in marks):
             return
-        first = collectives.all_reduce(
-            x.detach() if mesh.rank == 0 else torch.zeros_like(x.detach()), mesh.data
-        )
         with torch.no_grad():
-            x.data.copy_(first)
+            x.data.copy_(_of_rank_0(x, mesh))
         self._warn_once(
             f"parameters differed between ranks (first one of shape {list(x.shape)}); "
             "rank 0's are taken everywhere. Call torch.manual_seed before the model is "
@@ -398,6 +366,13 @@ class Comparer:
         )
 
     _warned = False
+
+
+def _of_rank_0(x: Tensor, mesh: Mesh) -> Tensor:
+    """Returns rank 0's values of a tensor; collective."""
+    mine = x.detach()
+    mine = mine if mesh.rank == 0 else torch.zeros_like(mine)
+    return collectives.all_reduce(mine, mesh.data)
 
 
 def _shape_and_dtype(x: Tensor) -> str:

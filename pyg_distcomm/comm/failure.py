@@ -56,19 +56,12 @@ _MODULE_CALLS = frozenset(("_wrapped_call_impl", "_call_impl", "__call__"))
 
 @dataclass(eq=False)
 class Wait:
-    """A wait of this rank for others.
-
-    Args:
-        places: where the ranks of the mesh are.
-        doing: what the rank waits for.
-        thread: the thread that waits; 0 for none.
-        question: the number of the last question that it asked; 0 before.
-    """
+    """A wait of this rank for others, in a thread (0 for none)."""
 
     places: Whereabouts
     doing: str
     thread: int
-    question: int = 0
+    question: int = 0  # the number of the last question that it asked; 0 before
     _asked_at: list[float] = field(default_factory=list)
     _tells: bool | None = None  # whether this rank tells; None before
 
@@ -341,9 +334,6 @@ class StreamedWorks:
     A thread checks twice a second whether they are completed. Past the deadline, or once
     another rank has failed, it reports that and aborts NCCL, and the next exchange of this
     rank raises the error.
-
-    Args:
-        watch: the monitor of the mesh.
     """
 
     def __init__(self, watch: FailureMonitor) -> None:

@@ -99,21 +99,19 @@ class Rows:
 
     def gid_on(self, device: torch.device) -> Tensor:
         """Returns `gid` on a device; a copy is made once."""
-        if self.gid.device == device:
-            return self.gid
-        if device not in self.derived:
-            self.derived[device] = self.gid.to(device)
-        return self.derived[device]  # type: ignore[no-any-return]
+        return self._copied("gid", device)
 
     def place_on(self, device: torch.device) -> Tensor:
         """Returns `place` on a device; a copy is made once."""
-        if self.whole:
-            return self.gid_on(device)
-        if self.place.device == device:
-            return self.place
-        if ("place", device) not in self.derived:
-            self.derived["place", device] = self.place.to(device)
-        return self.derived["place", device]  # type: ignore[no-any-return]
+        return self._copied("gid" if self.whole else "place", device)
+
+    def _copied(self, name: str, device: torch.device) -> Tensor:
+        ids: Tensor = getattr(self, name)
+        if ids.device == device:
+            return ids
+        if (name, device) not in self.derived:
+            self.derived[name, device] = ids.to(device)
+        return self.derived[name, device]  # type: ignore[no-any-return]
 
     @cached_property
     def derived(self) -> dict[Any, Any]:

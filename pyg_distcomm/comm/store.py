@@ -21,9 +21,9 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ class StoreMailbox:
 
     def __init__(self, store: Any, patience: float = _CALL_TIMEOUT) -> None:
         self._store, self._patience = store, patience
-        self._stuck: threading.Thread | None = None
+        self._stuck: Future[Any] | None = None
 
     def set(self, key: str, value: str | bytes) -> None:
         """Stores a value."""
@@ -130,25 +130,15 @@ class StoreMailbox:
         self, verb: str, *args: Any, until: Callable[[], bool] | None = None
     ) -> Any:
         """Calls the store; for longer than its patience, it asks every few seconds `until`."""
-        if self._stuck is not None and self._stuck.is_alive():
+        if self._stuck is not None and not self._stuck.done():
             raise self._no_answer(verb)
-        function, answer = (
-            partial(getattr(self._store, verb), *args),
-            SimpleQueue[Any](),
-        )
-        thread = _run_in_thread(function, answer)
+        answer = _run_in_thread(partial(getattr(self._store, verb), *args))
         patience = self._patience if until is None else _CALL_TIMEOUT
-        while True:
-            try:
-                done, value = answer.get(timeout=patience)
-            except Empty:
-                if until is None or until():
-                    self._stuck = thread
-                    raise self._no_answer(verb) from None
-            else:
-                if done:
-                    return value
-                raise value
+        while not _has_ended(answer, patience):
+            if until is None or until():
+                self._stuck = answer
+                raise self._no_answer(verb)
+        return answer.result()
 
     def _no_answer(self, verb: str) -> RankError:
         return RankError(
@@ -157,20 +147,22 @@ class StoreMailbox:
         )
 
 
-def _run_in_thread(
-    function: Callable[[], Any], answer: SimpleQueue[Any]
-) -> threading.Thread:
-    """Calls a function in a thread, which puts (succeeded, result or error) in a queue."""
+def _run_in_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Calls a function in a thread that does not keep the process; returns its future."""
+    answer: Future[Any] = Future()
 
     def run() -> None:
         try:
-            answer.put((True, function()))
+            answer.set_result(function())
         except Exception as error:
-            answer.put((False, error))
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread
+    threading.Thread(target=run, daemon=True).start()
+    return answer
+
+
+def _has_ended(answer: Future[Any], timeout: float) -> bool:
+    return bool(wait([answer], timeout).done)
 
 
 def world_size() -> int:
@@ -277,9 +269,9 @@ def join(backend: str, timeout: float) -> None:
         RankError: if some rank has not come after `timeout` seconds, or cannot be reached.
     """
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    wait = timedelta(seconds=timeout)
+    patience = timedelta(seconds=timeout)
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=wait))  # type: ignore[attr-defined]
+        store, rank, size = next(dist.rendezvous("env://", timeout=patience))  # type: ignore[attr-defined]
     except dist.DistError as error:
         raise RankError(
             f"the ranks have not met at {where} within {timeout:.0f} s: a process ended "
@@ -291,7 +283,7 @@ def join(backend: str, timeout: float) -> None:
     if "gloo" in backend:
         _choose_interface(StoreMailbox(store, timeout), rank, size, timeout)
     named = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-    span = wait + timedelta(seconds=SPARE)
+    span = patience + timedelta(seconds=SPARE)
     how = {"store": named, "rank": rank, "world_size": size, "timeout": span}
     _connect(partial(dist.init_process_group, backend, **how), rank, timeout)
 
@@ -314,19 +306,15 @@ def open_group(
 def _connect(function: Callable[[], Any], rank: int, timeout: float) -> Any:
     """Connects ranks within a timeout; an error says what to do."""
     # gloo tries five times, each as long as the timeout
-    answer: SimpleQueue[Any] = SimpleQueue()
-    _run_in_thread(function, answer)
-    try:
-        done, value = answer.get(timeout=timeout)
-    except Empty:
-        done, value = False, "Gloo is still trying."
-    if done:
-        return value
-    if not isinstance(value, (str, dist.DistError, RuntimeError)):
-        raise value
+    answer, why = _run_in_thread(function), "Gloo is still trying."
+    if _has_ended(answer, timeout):
+        try:
+            return answer.result()
+        except RuntimeError as error:
+            why = str(error)
     raise RankError(
         f"rank {rank} could not connect to all others within {timeout:.0f} s: one has "
-        f"ended, or its address cannot be reached from here. {_advice()} {value}"
+        f"ended, or its address cannot be reached from here. {_advice()} {why}"
     )
 
 

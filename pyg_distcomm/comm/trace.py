@@ -60,9 +60,7 @@ def span(kind: str, name: str, /, **args: Any) -> Iterator[None]:
 class Recorder:
     """Keeps the events of this process, in the form of [Note: trace file].
 
-    Args:
-        rank: this rank.
-        zero: the time of `clock` when rank 0 began, in ns.
+    `zero` is the time of `clock` when rank 0 began, in ns.
     """
 
     def __init__(self, rank: int, zero: int) -> None:
