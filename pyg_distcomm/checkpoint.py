@@ -233,7 +233,7 @@ def save_checkpoint(
         )
     mesh, model = given_mesh(mesh, "pdc.save_checkpoint"), bare(model)
     world = mesh.world
-    _check_whole(model, mesh)
+    _check_whole(model, mesh.stage.size)
     with on_all_ranks(world):
         _check_optimizer(model, optimizer)
     trees = {"model": _model_state(model), "mesh": _mesh_state(mesh)}
@@ -289,7 +289,7 @@ def load_checkpoint(
             A parameter that does not fit is named, and nothing has changed.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
-    _check_whole(model, mesh)
+    _check_whole(model)
     folder, world = _find_folder(path, mesh), mesh.world
     parts = ["model", "mesh"] if optimizer is None else ["model", "mesh", "optimizer"]
     own = _model_state(model)
@@ -314,12 +314,12 @@ def load_checkpoint(
     return {name: _at(state["extra"][name], like) for name, like in extra.items()}
 
 
-def _check_whole(model: torch.nn.Module, mesh: Mesh) -> None:
+def _check_whole(model: torch.nn.Module, stages: int = 1) -> None:
     """Raises ValueError for a model of which each rank may hold a part."""
-    if mesh.stage.size > 1 or getattr(type(model), "saves_itself", False):
+    if stages > 1 or getattr(type(model), "saves_itself", False):
         raise ValueError(
             f"a checkpoint holds one model that all ranks hold, got a {type(model).__name__} "
-            f"on {mesh.stage.size} stages; a Pipeline has save(path, optimizer) and "
+            f"(stages: {stages}); a Pipeline has save(path, optimizer) and "
             "load(path, optimizer)"
         )
 
