@@ -404,8 +404,9 @@ def explain(op: Any, args: Any, kwargs: Any, error: Exception) -> NoReturn:
     rows: Any = next(t for t in found if hasattr(t, "rows"))
     watch = watch_of(rows.rows.mesh)
     if len(where) < 2 or not re.search("device|meta tensor", str(error)):
-        size = 2 * sum(getattr(t, "local", t).nbytes for t in found)
+        own = [getattr(t, "local", t) for t in found]
         what = f"{name_of(op)}() of {_described(rows)}"
+        size = 2 * sum(t.numel() * t.element_size() for t in own)
         with needing(what, lambda: size, watch, rows.device):
             raise error
     said = [f"{_described(t)} lies on {device}" for device, t in where.items()]
