@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ from pyg_distcomm.kernels.memory import MemoryCap, give_back, has_saved_tensors_
 from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.nn.message_forms import has_known_steps, layers_of, with_attributes
 from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.ids import Ids, LocalRows, ids_of
+from pyg_distcomm.sharded.ids import LocalRows, ids_of
 from pyg_distcomm.sharded.partial import all_entered, entered
 
 KEPT = 6  # tensors as large as its arguments that a message keeps, roughly
@@ -107,13 +106,12 @@ def _in_chunks(
     layer: Any, call: Callable[..., Any], verb: str, topology: Topology
 ) -> Callable[..., Any]:
     def run(edge_index: Any, size: Any = None, **given: Any) -> Any:
-        split = _split(layer, call, verb, topology, edge_index, given)
-        if split is not None and split[0].plan(split[1]):
-            chunks, tensors = split
-            try:
-                return DistTensor.from_local(chunks(tensors), chunks.out_rows)
-            except NotInChunksError:
-                pass
+        try:
+            chunks = NodeChunks(layer, call, verb, topology, edge_index, given)
+            if chunks.plan():
+                return DistTensor.from_local(chunks(), chunks.out_rows)
+        except NotInChunksError:
+            pass
         return call(edge_index, size=size, **given)
 
     return run
@@ -143,121 +141,57 @@ def is_plain(layer: MessagePassing) -> bool:
 # The arguments of a call --------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Argument:
-    """Describes one argument of `propagate`.
-
-    Args:
-        name: its name.
-        kind: "source" and "target" are rows of nodes that are looked up by edge, "edge" has
-            a row for each edge, "whole" is a tensor for all of them, "value" is no tensor.
-        value: what is no tensor; tensors are passed beside their descriptions.
-    """
-
-    name: str
-    kind: str
-    value: Any = None
-
-
-Found = list[tuple[Argument, Tensor | None]]
-
-
 def is_pair(value: Any) -> bool:
     """Tells whether an argument is a pair (of sources, of targets)."""
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
-def _split(
-    layer: Any,
-    call: Any,
-    verb: str,
-    topology: Topology,
-    edge_index: Any,
-    given: dict[str, Any],
-) -> tuple[NodeChunks, list[Tensor]] | None:
-    """Returns the chunks of a call, and its tensors; None if it cannot run in chunks."""
-    wanted = {*(layer._user_args if verb == "propagate" else layer._edge_user_args)}
-    looked_up = {
-        name: value if is_pair(value) else (value, value)
-        for name, value in given.items()
-        if wanted & {f"{name}_i", f"{name}_j"}
-        and (isinstance(value, Tensor) or is_pair(value))
-    }
-    known = type(edge_index) is DistTensor and edge_index.dim_ == 1
-    if not known or layer.flow != "source_to_target" or not is_plain(layer):
-        return None
-    if wanted & WHOLE or looked_up.keys() & wanted:
-        return None
-    ends = ids_of(edge_index[0]), ids_of(edge_index[1])
-    if ends[0] is None or ends[1] is None:
-        return None
-    nodes, sources = topology.nodes, topology.source_rows
-    plans = ends[0].exchange(sources), ends[1].exchange(nodes)
-    if not plans[1].halo.silent:
-        return None
-    arguments: list[Argument] = []
-    tensors: list[Tensor] = []
+def _arguments(
+    layer: Any, wanted: set[str], given: Any, topology: Topology, halo: Any, edges: Rows
+) -> Iterator[tuple[str, str, Any]]:
+    """Yields the name, the kind and the value on this rank of each argument of a call.
+
+    Of the kinds, "source" and "target" are rows of nodes that are looked up by edge, "edge"
+    has a row for each edge, "whole" is a tensor for all of them, "value" is no tensor.
+
+    Raises:
+        NotInChunksError: for an argument of another kind.
+    """
+    rows = {"source": topology.source_rows, "target": topology.nodes}
     for name, value in given.items():
-        found = (
-            _looked_up(layer, wanted, name, looked_up[name], topology, plans[0])
-            if name in looked_up
-            else _other(name, value, edge_index.rows, nodes)
-        )
-        if found is None:
-            return None
-        arguments += [argument for argument, _ in found]
-        tensors += [x for _, x in found if x is not None]
-    norms = (m for m in layer.modules() if isinstance(m, _NormBase))
-    made = NodeChunks(
-        call,
-        arguments,
-        [p for p in layer.parameters() if p.requires_grad],
-        [x for m in norms if (x := m.num_batches_tracked) is not None],
-        topology,
-        edge_index.rows,
-        ends[1],
-        torch.stack([plans[0].slot, plans[1].slot]),
-        verb == "edge_updater",
-    )
-    return made, tensors
-
-
-def _looked_up(
-    layer: Any, wanted: set[str], name: str, pair: Any, topology: Topology, plan: Any
-) -> Found | None:
-    """Returns an argument that is looked up by edge: with ghosts of sources, of targets."""
-    found: Found = []
-    cap: Any = topology.nodes.memory
-    rows = topology.source_rows, topology.nodes
-    for value, own, end in zip(pair, rows, "ji", strict=True):
-        if f"{name}_{end}" not in wanted or value is None:
+        by_edge = {"source": f"{name}_j", "target": f"{name}_i"}
+        pair = value if is_pair(value) else (value, value)
+        looked_up = isinstance(value, Tensor) or is_pair(value)
+        if not looked_up or not wanted & {*by_edge.values()}:
+            yield name, *_of_edges(value, edges, topology.nodes)
             continue
-        if type(value) is not DistTensor or value.dim_ or value.rows is not own:
-            return None
-        if layer.node_dim % value.dim():
-            return None
-        local = value.to_local()
-        if end == "j" and not plan.halo.silent:
-            flat = local.flatten(1) if local.dim() > 1 else local.unsqueeze(1)
-            local = Ghosted.apply(flat.contiguous(), StagedHalo(plan.halo, cap)).view(
-                -1, *local.shape[1:]
-            )
-        found.append((Argument(name, "source" if end == "j" else "target"), local))
-    return found
+        for part, (kind, argument) in zip(pair, by_edge.items(), strict=True):
+            if argument not in wanted or part is None:
+                continue
+            known = type(part) is DistTensor and part.dim_ == 0
+            known = known and part.rows is rows[kind] and name not in wanted
+            if not known or layer.node_dim % part.dim():
+                raise NotInChunksError(f"{name} has other rows")
+            local = part.to_local()
+            if kind == "source" and not halo.silent:
+                staged = StagedHalo(halo, topology.nodes.memory)  # type: ignore[arg-type]
+                flat = local.flatten(1) if local.dim() > 1 else local.unsqueeze(1)
+                local = Ghosted.apply(flat.contiguous(), staged)
+                local = local.view(-1, *part.shape[1:])
+            yield name, kind, local
 
 
-def _other(name: str, value: Any, edges: Rows, nodes: Rows) -> Found | None:
-    """Returns an argument of edges, of all of them, or that is no tensor."""
+def _of_edges(value: Any, edges: Rows, nodes: Rows) -> tuple[str, Any]:
+    """Returns the kind and the value on this rank of an argument that is not looked up."""
     if type(value) is DistTensor:
-        if value.dim_ or value.rows is nodes or not value.rows.matches(edges):
-            return None
-        return [(Argument(name, "edge"), value.to_local())]
-    if isinstance(value, Tensor):
-        if value.dim() and len(value) > 1:
-            return None
-        return [(Argument(name, "whole"), entered(value, nodes.mesh))]
-    holds = any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
-    return None if holds else [(Argument(name, "value", value), None)]
+        if value.dim_ == 0 and value.rows is not nodes and value.rows.matches(edges):
+            return "edge", value.to_local()
+    elif isinstance(value, Tensor):
+        if value.dim() == 0 or len(value) <= 1:
+            return "whole", entered(value, nodes.mesh)
+    elif not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return "value", value
+    raise NotInChunksError("an argument is neither of edges nor of all of them")
 
 
 # A call in chunks ---------------------------------------------------------------------
@@ -297,46 +231,57 @@ class ReplayMesh:
     control = world
 
 
-@dataclass(eq=False)
 class NodeChunks:
     """Splits one call of `propagate` or `edge_updater` into chunks of targets.
 
-    Args:
-        call: the method of the layer.
-        arguments: the arguments of the call.
-        params: the trainable parameters of the layer; in a run, those that the call uses.
-        counters: the buffers of the layer that count batches.
-        topology: the edges that the layer was given.
-        edges: the rows of the edges of the call, which may have loops besides.
-        targets: the ids of their targets.
-        ends: their sources and targets on this rank `[2, e]`, in local numbering.
-        per_edge: whether the output has a row for each edge, not for each target.
+    The edges of the call may have loops besides those that the layer was given.
+
+    Raises:
+        NotInChunksError: on all ranks, if the call cannot run in chunks.
     """
 
-    call: Callable[..., Any]
-    arguments: list[Argument]
-    params: list[Tensor]
-    counters: list[Tensor]
-    topology: Topology
-    edges: Rows
-    targets: Ids
-    ends: Tensor
-    per_edge: bool
-
-    def __post_init__(self) -> None:
-        self.nodes = self.topology.nodes
+    def __init__(
+        self,
+        layer: Any,
+        call: Callable[..., Any],
+        verb: str,
+        topology: Topology,
+        edge_index: Any,
+        given: Any,
+    ) -> None:
+        names = layer._user_args if verb == "propagate" else layer._edge_user_args
+        known = type(edge_index) is DistTensor and edge_index.dim_ == 1
+        known = known and layer.flow == "source_to_target" and is_plain(layer)
+        ends: Any = [ids_of(edge_index[k]) for k in (0, 1)] if known else [None]
+        if None in ends or WHOLE.intersection(names):
+            raise NotInChunksError("a layer reads more than rows by edge")
+        plans = ends[0].exchange(topology.source_rows), ends[1].exchange(topology.nodes)
+        if not plans[1].halo.silent:
+            raise NotInChunksError("targets lie on other ranks")
+        self.call, self.topology, self.edges = call, topology, edge_index.rows
+        rows = plans[0].halo, edge_index.rows
+        found = [*_arguments(layer, {*names}, given, topology, *rows)]
+        held = [(kind, x) for _, kind, x in found if kind != "value"]
+        self.kinds, self.tensors = [k for k, _ in held], [x for _, x in held]
+        self.arguments = [(n, k, x if k == "value" else None) for n, k, x in found]
+        self.params = [p for p in layer.parameters() if p.requires_grad]
+        norms = (m for m in layer.modules() if isinstance(m, _NormBase))
+        self._counters = [m.num_batches_tracked for m in norms]
+        self.nodes, self.targets = topology.nodes, ends[1]
+        self.ends = torch.stack([plan.slot for plan in plans])  # sources and targets
+        self.per_edge = verb == "edge_updater"  # a row for each edge, not each target
         self.out_rows = self.edges if self.per_edge else self.nodes
-        self.kinds = [a.kind for a in self.arguments if a.kind != "value"]
         self.cap: MemoryCap = self.nodes.memory  # type: ignore[assignment]
         self.mesh: Any = ReplayMesh(self.nodes.mesh)
         self.bounds: list[int] = []
 
-    def plan(self, tensors: list[Tensor]) -> bool:
+    def plan(self) -> bool:
         """Splits the targets so that each chunk is within the cap.
 
         Returns False if no rank needs more than one: then all run as without a cap.
         """
-        rows = [x for k, x in zip(self.kinds, tensors, strict=True) if k != "whole"]
+        held = zip(self.kinds, self.tensors, strict=True)
+        rows = [x for kind, x in held if kind != "whole"]
         size = sum(x.shape[1:].numel() * x.element_size() for x in rows)
         fit = max(self.cap.stage // max(KEPT * size, 1), 1)
         if self.topology.locals.most <= fit:
@@ -389,10 +334,9 @@ class NodeChunks:
         takes: dict[str, Any] = {"source": source, "target": own, "edge": edge}
         given: dict[str, Any] = {}
         used, left = [], iter(zip(tensors, graded, strict=True))
-        for argument in self.arguments:
-            name, kind = argument.name, argument.kind
+        for name, kind, value in self.arguments:
             if kind == "value":
-                given[name] = argument.value
+                given[name] = value
                 continue
             x, learns = next(left)
             x = x[takes[kind]] if kind in takes else x
@@ -412,42 +356,27 @@ class NodeChunks:
             raise NotInChunksError("a layer returns no row for each node, or each edge")
         return out.to_local(), used, takes
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def __call__(self) -> Any:
         """Runs all chunks; returns the rows of all targets, or of all edges.
 
         Raises:
             NotInChunksError: before anything has changed, if the layer cannot run so.
         """
-        mesh, state = self.nodes.mesh, torch.get_rng_state()
-        step, counted = mesh.step, [(x, x.clone()) for x in self.counters]
-        out, fails, reached = None, False, [True] * len(self.params)
-        if self.params and torch.is_grad_enabled():
-            try:
-                # PyG's GATConv leaves out weights of edges where there are none
-                most = int(torch.tensor(self._first).diff().argmax())
-                learns = [x.requires_grad for x in tensors]
-                reached = _reached(self.run(most, tensors, learns)[0], self.params)
-            except NotInChunksError:
-                fails, reached = True, [False] * len(self.params)
-            fails, *reached = self._on_any_rank(fails, *reached)
-        if not fails:
-            pairs = zip(self.params, reached, strict=True)
-            self.params = [p for p, on in pairs if on]
-            try:
-                learnt = all_entered(self.params, mesh)
-                out = _Chunked.apply(self, *tensors, *learnt)
-            except NotInChunksError:
-                fails = True
-            (fails,) = self._on_any_rank(fails)
-        if fails:
+        mesh, state, out = self.nodes.mesh, torch.get_rng_state(), None
+        tensors, self.tensors = self.tensors, []  # autograd keeps them within the cap
+        counters = [x for x in self._counters if x is not None]
+        step, counted = mesh.step, [x.clone() for x in counters]
+        with contextlib.suppress(NotInChunksError):
+            out = _Chunked.apply(self, *tensors, *all_entered(self.params, mesh))
+        if any(self.on_any_rank(out is None)):
             torch.set_rng_state(state)
             mesh.step = step
-            for x, before in counted:
+            for x, before in zip(counters, counted, strict=True):
                 x.copy_(before)
             raise NotInChunksError("a layer reads more than a chunk on some rank")
         return out
 
-    def _on_any_rank(self, *said: bool) -> list[bool]:
+    def on_any_rank(self, *said: bool) -> list[bool]:
         """Tells what is so on any rank: one may have no edges, and so drop none; collective."""
         given = [self.mesh.draw(0), *said]
         rows = collectives.all_gather_counts(given, self.nodes.mesh.world)
@@ -461,7 +390,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, chunks: NodeChunks, *tensors: Tensor) -> Tensor:
-        given = list(tensors[: len(tensors) - len(chunks.params)])
+        given = list(tensors[: len(chunks.kinds)])
         whole = None
         for chunk in range(len(chunks)):
             out, _, takes = chunks.run(chunk, given, [False] * len(given))
@@ -471,8 +400,8 @@ class _Chunked(torch.autograd.Function):
             whole[takes["edge" if chunks.per_edge else "target"]] = out
         assert whole is not None
         give_back()
-        kind = whole.device.type
-        ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        on = whole.device.type
+        ctx.cast = on, torch.get_autocast_dtype(on), torch.is_autocast_enabled(on)
         ctx.chunks = chunks
         ctx.save_for_backward(*given)
         return whole
@@ -481,50 +410,39 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         chunks: NodeChunks = ctx.chunks
-        given = list(ctx.saved_tensors)
-        graded = list(ctx.needs_input_grad[1 : 1 + len(given)])
-        learnt = ctx.needs_input_grad[1 + len(given) :]
-        params = [p for p, on in zip(chunks.params, learnt, strict=True) if on]
-        kinds = [k for k, on in zip(chunks.kinds, graded, strict=True) if on]
-        sums = [
-            chunks.cap.empty(tuple(x.shape), x.dtype, x.device).zero_()
-            for x, on in zip(given, graded, strict=True)
-            if on
-        ]
-        sums += [torch.zeros_like(p) for p in params]
-        kinds += ["whole"] * len(params)
+        given, (_, *needed) = list(ctx.saved_tensors), ctx.needs_input_grad
+        graded = needed[: len(given)]
+        places = [k for k, on in enumerate(needed) if on]
+        found: list[Any] = [None] * len(needed)  # gradients; None of what is not read
+        for k, x in enumerate(given):
+            if graded[k]:
+                shape = tuple(x.shape)
+                found[k] = chunks.cap.empty(shape, x.dtype, x.device).zero_()
         kind, dtype, enabled = ctx.cast
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
-            if enabled:
-                stack.enter_context(torch.autocast(kind, dtype))
+        cast = torch.autocast(kind, dtype) if enabled else contextlib.nullcontext()
+        with torch.enable_grad(), cast:
             for chunk in range(len(chunks)):
                 out, used, takes = chunks.run(chunk, given, graded)
                 if not out.requires_grad:
                     continue
-                leaves = [x for x, on in zip(used, graded, strict=True) if on]
+                every = [*used, *chunks.params]
                 part = g[takes["edge" if chunks.per_edge else "target"]]
-                grads = torch.autograd.grad(
-                    out, [*leaves, *params], part, allow_unused=True
-                )
-                for k, add in enumerate(grads):
+                leaves = [every[k] for k in places]
+                grads = torch.autograd.grad(out, leaves, part, allow_unused=True)
+                for k, add in zip(places, grads, strict=True):
+                    if add is not None and found[k] is None:
+                        found[k] = torch.zeros_like(every[k])
                     if add is not None:
-                        _add(sums[k], add, takes.get(kinds[k]))
+                        rows = chunks.kinds[k] if k < len(given) else "whole"
+                        _add(found[k], add, takes.get(rows))
         give_back()
-        each = iter(sums)
-        return None, *(next(each) if on else None for on in (*graded, *learnt))
-
-
-def _reached(out: Tensor, params: list[Tensor]) -> list[bool]:
-    """Tells which parameters an output depends on; others get None, not zeros."""
-    queue: list[Any] = [out.grad_fn] if out.requires_grad else []
-    seen, found = {None, *queue}, set()
-    for node in queue:  # which grows
-        found.add(id(getattr(node, "variable", None)))
-        fresh = {after for after, _ in node.next_functions} - seen
-        seen |= fresh
-        queue += fresh
-    return [id(p) in found for p in params]
+        if chunks.params:  # all ranks sum the gradients of the same ones
+            learnt = found[len(given) :]
+            reached = chunks.on_any_rank(*(x is not None for x in learnt))
+            for k, (p, on) in enumerate(zip(chunks.params, reached, strict=True)):
+                if on and learnt[k] is None:
+                    found[len(given) + k] = torch.zeros_like(p)
+        return None, *found
 
 
 def _add(total: Tensor, part: Any, where: Tensor | slice | None) -> None:
