@@ -381,19 +381,6 @@ class Ghosted(torch.autograd.Function):
         return exchange_transpose(ghosts, own, ctx.link), None
 
 
-@dataclass(frozen=True, eq=False)
-class ReverseGraph:
-    """Holds the same edges owned by their sources, and the route of their attributes."""
-
-    topology: Topology
-    route: EdgeRoute
-    order: Tensor
-
-    def carry(self, value: Tensor) -> Tensor:
-        """Returns edge attributes `[e, ...]` in the order of the reversed edges."""
-        return self.route.carry(value).index_select(0, self.order.to(value.device))
-
-
 @dataclass(frozen=True)
 class OperatorKind:
     """Identifies a matrix that is derived from the edges.
@@ -515,7 +502,7 @@ class Topology:
         return (lambda: self.in_degree) if self.sources is None else None
 
     @cached_property
-    def reversed(self) -> ReverseGraph:
+    def reversed(self) -> Topology:
         """The reversed edges, owned by their former sources; collective."""
         sources, mesh = self.source_rows, self.nodes.mesh
         assert sources.partition is not None
@@ -531,7 +518,7 @@ class Topology:
         )
         order = torch.argsort(gid)
         edges = Rows(gid[order], self.edges.total, mesh, None)
-        turned = Topology(
+        return Topology(
             target[order],
             source[order],
             sources,
@@ -540,7 +527,6 @@ class Topology:
             self.device,
             None if self.sources is None else self.nodes,
         )
-        return ReverseGraph(turned, route.to(self.device), order)
 
     def sum_plan(self, trainable: bool = False) -> GridPlan:
         """The plan of `sum over in-edges`; collective the first time."""

@@ -327,6 +327,8 @@ def run_on_share(
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology
+    if is_one_hop(conv) and (link in (None, "exact") or topology.chunked):
+        run = one_hop(conv, run)
     check_flow(conv, topology)
     if getattr(conv, "explain", False):
         check_mask(conv, topology)
@@ -353,9 +355,7 @@ def run_on_share(
         )
     if any(map(keeps_rows, layers_of(conv))):
         link = "exact"  # what it keeps must be exact
-    context = LayerContext.of(conv, link, edges[0])
-    if topology.chunked and is_one_hop(conv):
-        run = one_hop(conv, run)
+    context = LayerContext(conv, link, edges[0])
     if not exact:
         why = "its link encodes rows, which are summed on the rank that receives them"
         warn_about_grid(conv, topology, why)
@@ -430,10 +430,7 @@ class HaloExecution(Explained):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer, with its hooks."""
         run: Any = super().__call__  # type: ignore[misc]
-        conv: Any = self
-        spread = is_spread(*args, *kwargs.values())
-        run = one_hop(conv, run) if spread and is_one_hop(conv) else run
-        return run_any(conv, self.link, run, *args, **kwargs)
+        return run_any(self, self.link, run, *args, **kwargs)
 
 
 class HaloConv(torch.nn.Module):
@@ -496,10 +493,7 @@ class HaloConv(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the layer with its own arguments."""
         self.conv.training = self.training
-        spread = self.link in (None, "exact") and is_spread(*args, *kwargs.values())
-        hops = spread and is_one_hop(self.conv)
-        run: Any = one_hop(self.conv, self.conv) if hops else self.conv
-        return run_any(self.conv, self.link, run, *args, **kwargs)
+        return run_any(self.conv, self.link, self.conv, *args, **kwargs)
 
     def train(self, mode: bool = True) -> HaloConv:
         """Sets the mode of the layer and of its submodules."""

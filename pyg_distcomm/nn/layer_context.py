@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -54,60 +53,27 @@ def check_link(link: OwnLink) -> OwnLink:
     )
 
 
-@dataclass(eq=False)
 class LayerContext:
-    """Holds the edges, the link and the weights of one call of a layer.
+    """Holds the edges and the link of one call of a layer; collective the first time.
 
     Args:
         layer: the layer.
-        nodes: the rows of targets of the edges that it was given.
-        topology: these edges, in the direction of its messages.
-        link: the policy of its exchanges; None is exact.
-        weight: the weights of the edges in that direction, `[e]` or None.
-        given: the weights as given, the key by which products are cached.
+        own: its own link; None for that of the edges.
+        edges: the edges that it is given.
+        given: the weights of edges that it is given, a key by which products are cached.
+
+    Raises:
+        ValueError: on all ranks, if links or settings of the layer differ.
     """
 
-    layer: torch.nn.Module
-    nodes: Rows
-    topology: Topology
-    link: LinkPolicy | None
-    weight: Tensor | None = None
-    given: Any = None
-
-    @staticmethod
-    def of(
-        layer: Any,
-        own: OwnLink,
-        edges: DistEdgeIndex,
-        weight: Tensor | None = None,
-        given: Any = None,
-    ) -> LayerContext:
-        """Returns the context of a call; collective the first time.
-
-        Args:
-            layer: the layer.
-            own: its own link; None for that of the edges.
-            edges: the edges that it is given.
-            weight: their local weights, `[e]` or, as PyG also takes them, `[e, 1]`.
-            given: the tensor that the layer was given as weights.
-
-        Raises:
-            ValueError: on all ranks, if links or settings of the layer differ.
-        """
-        given_edges = topology = edges._topology
-        if weight is not None and weight.dim() > 1:
-            if weight.shape[1:].numel() != 1:  # also on a rank without edges
-                raise ValueError(
-                    f"edge_weight has the shape {list(weight.shape)}, wanted one for each "
-                    "edge"
-                )
-            weight = weight.flatten()
+    def __init__(
+        self, layer: Any, own: OwnLink, edges: DistEdgeIndex, given: Any = None
+    ) -> None:
+        self.layer, self.given, self.nodes = layer, given, edges.nodes
+        self.topology = edges._topology  # in the direction of its messages
         if layer.flow != "source_to_target":
-            back = topology.reversed
-            topology = back.topology
-            weight = None if weight is None else back.carry(weight)
-        link = agreed_link(layer, own, given_edges)
-        return LayerContext(layer, given_edges.nodes, topology, link, weight, given)
+            self.topology = self.topology.reversed
+        self.link = agreed_link(layer, own, edges._topology)
 
     @property
     def is_coded(self) -> bool:
@@ -157,7 +123,6 @@ def agreed_link(layer: Any, own: OwnLink, topology: Topology) -> LinkPolicy | No
     topology.read_by(layer, link)
     policy = link if isinstance(link, LinkPolicy) else None
     known, mode = topology.compared.get(layer, (None, None))
-    check_placement(layer, topology)
     if known is not policy or mode is not layer.training:
         mesh: Any = topology.nodes.mesh
         if isinstance(mesh, Mesh):  # a pipeline compares the links of its stages itself
@@ -369,7 +334,7 @@ def _turned(flip: DistTensor) -> DistTensor:
     base = flip._flipped
     known = vars(base).get("turned")
     if known is None:
-        turned = base.reversed.topology
+        turned = base.reversed
         ends = torch.stack([turned.source_gid, turned.target_gid])
         known = DistEdgeIndex.of(ends.to(flip.device, flip.dtype), turned)
         vars(base)["turned"] = known
@@ -508,66 +473,45 @@ def check_mask(layer: Any, topology: Topology) -> None:
         )
 
 
-def check_given(layer: Any, args: Any, kwargs: Any) -> None:
-    """Raises for a Data in place of tensors, and for edges in the place of x.
-
-    Raises:
-        TypeError: naming the layer.
-    """
-    if args and topology_of(args[0]) is not None:
-        _check_order(layer)
-    if any(isinstance(v, BaseData) for v in (*args, *kwargs.values())):
-        raise TypeError(
-            f"{type(layer).__name__} takes tensors, got a Data: call it with data.x and "
-            "data.edge_index, of the data that pdc.partition(data, mesh) returned"
-        )
-
-
 def check_arguments(layer: Any, args: Any, kwargs: Any) -> None:
-    """Checks what a layer is given, and warns of a whole graph on each rank."""
-    check_given(layer, args, kwargs)
-    values = [*args, *kwargs.values()]
-    _check_places(layer, args, kwargs)
-    if not any(isinstance(v, DistTensor) for v in values):
-        if not torch.compiler.is_compiling():
-            warn_whole_graph(layer, values)
-
-
-def _check_places(layer: Any, args: Any, kwargs: Any) -> None:
-    """Raises, on all ranks, if a layer or its arguments lie elsewhere than its edges.
+    """Checks what a layer is given, and warns of a whole graph on each rank.
 
     Raises:
-        ValueError: naming the parameter or the argument, and both devices.
+        TypeError: for a Data in place of tensors, and for edges in the place of x.
+        ValueError: on all ranks, if the layer or an argument lies elsewhere than the edges,
+            naming the parameter or the argument, and both devices.
     """
-    values = (*args, *kwargs.values())
+    values, name = [*args, *kwargs.values()], type(layer).__name__
     every = [x for v in values for x in (v.values() if isinstance(v, dict) else (v,))]
     topology = next(filter(None, map(topology_of, every)), None)
+    if any(isinstance(v, BaseData) for v in values):
+        raise TypeError(
+            f"{name} takes tensors, got a Data: call it with data.x and data.edge_index, of "
+            "the data that pdc.partition(data, mesh) returned"
+        )
     if topology is None:
+        plain = not any(isinstance(v, DistTensor) for v in values)
+        if plain and not torch.compiler.is_compiling():
+            warn_whole_graph(layer, values)
         return
+    forward = getattr(layer, "conv", layer).forward
+    if args and topology_of(args[0]) is not None:
+        names = list(inspect.signature(forward).parameters)
+        if names[:1] == ["x"]:
+            raise TypeError(
+                f"{name} takes ({', '.join(names[:3])}), but got the edge_index as x: give "
+                "it x first"
+            )
     check_placement(layer, topology)
     if all(not isinstance(x, Tensor) or x.device == topology.device for x in every):
         return
-    forward = getattr(layer, "conv", layer).forward
-    for name, value in (
+    for what, value in (
         inspect.signature(forward).bind(*args, **kwargs).arguments.items()
     ):
-        parts = {name: value}
-        if isinstance(value, dict):
-            parts = {f"{name}[{key!r}]": part for key, part in value.items()}
-        for what, part in parts.items():
-            if isinstance(part, Tensor):
-                topology.placed(what, part)
-
-
-def _check_order(layer: Any) -> None:
-    """Raises for edges as the first argument of a layer that takes x first."""
-    forward = getattr(layer, "conv", layer).forward
-    names = list(inspect.signature(forward).parameters)
-    if names[:1] == ["x"]:
-        raise TypeError(
-            f"{type(layer).__name__} takes ({', '.join(names[:3])}), but got the edge_index "
-            "as x: give it x first"
-        )
+        parts = value.items() if isinstance(value, dict) else ()
+        for key, x in ((what, value), *((f"{what}[{k!r}]", x) for k, x in parts)):
+            if isinstance(x, Tensor):
+                topology.placed(key, x)
 
 
 def warn_whole_graph(layer: Any, values: list[Any]) -> None:

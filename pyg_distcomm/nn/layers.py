@@ -130,7 +130,7 @@ class _Relation:
         self.edges, self.mesh = edges, mesh
         self.here: LocalGraph = edges.topology.locals
         warn_about_grid(layer, edges.topology, "it attends over all in-edges")
-        context = LayerContext.of(layer, layer.link, edges)
+        context = LayerContext(layer, layer.link, edges)
         self.exchange: LayerExchange | None = (
             context.exchange() if context.is_coded else None
         )

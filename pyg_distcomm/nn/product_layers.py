@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,35 +58,77 @@ class WithLink(Explained):
         self.link = check_link(link)
 
 
-@dataclass
 class PlannedProduct:
     """Computes `A X W + b + X_root R` on own rows: what is multiplied by A, and what follows.
 
+    By `(A X) W` or `A (X W)`, whichever sends fewer words; [Kurt23] orders the products. The
+    gradients of W, R and b are summed over the ranks.
+
     Args:
-        topology: the edges.
-        kind: the matrix.
-        edges: their weights on this rank, or None.
-        values: the type of its values; None where they are ones.
+        x: the rows X.
+        context: the edges, and the link.
+        kind: the matrix A.
+        weight: the weights of the edges; None of ones.
+        lin: the linear layer of W.
         mean: whether sums are divided by the number of edges.
-        root: own rows X_root, and their weights R; None without.
-        bias: the bias b; None without.
-        weight: the weights W, where they follow the product.
-        matrix: A; None where A X is cached.
-        rows: own rows that A is multiplied by `[n, f]`, or the cached A X.
-        shape: the shape of the product.
+        root: the rows X_root, and the linear layer of R; None without.
+        bias: b; None without.
     """
 
-    topology: Topology
-    kind: OperatorKind
-    edges: Tensor | None
-    values: torch.dtype | None
-    mean: bool
-    root: tuple[Tensor, Tensor] | None
-    bias: Tensor | None
-    weight: Tensor | None = None
-    matrix: GridMatrix | None = field(default=None, init=False)
-    rows: Tensor = field(init=False)
-    shape: torch.Size = field(init=False)
+    rows: Tensor  # own rows that A is multiplied by `[n, f]`, or the kept A X
+    matrix: GridMatrix | None  # A; None where A X is kept
+
+    def __init__(
+        self,
+        x: DistTensor,
+        context: LayerContext,
+        kind: OperatorKind,
+        weight: DistTensor | None,
+        lin: Any,
+        mean: bool = False,
+        root: tuple[DistTensor, Any] | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        layers = [(x, lin)] if root is None else [(x, lin), root]
+        for rows, layer in layers:
+            if is_lazy(layer._parameters.get("weight")):
+                layer(rows)  # initialises a lazy layer through its own hooks
+        grad, self.topology = torch.is_grad_enabled(), context.topology
+        mesh, ordering = self.topology.nodes.mesh, self.topology.ordering
+        weights = [layer.weight for _, layer in layers]  # once: it may be computed
+        weights += [] if bias is None else [bias]
+        compare_weights(weights, mesh)
+        w, *own = all_entered(weights, mesh)
+        self.kind, self.mean = kind, mean
+        self.edges = None if weight is None else weight.to_local()
+        # the type of the values of A, as PyG's messages are of; None where they are ones
+        self.values = x.dtype if kind.normalize else None
+        self.values = self.values if weight is None else weight.dtype
+        self.root = None if root is None else (root[0].to_local().contiguous(), own[0])
+        self.bias: Tensor | None = None if bias is None else own.pop()
+        self.weight: Tensor | None = w  # None where it comes before A
+        held = None
+        if ordering.keep_inputs and ordering.order != "last":
+
+            def exact() -> Tensor:
+                context.note_kept(grad)  # gradients are off in here
+                matrix: Any = self.of(x.to_local()).matrix
+                return self.averaged(matrix @ self.rows)
+
+            held, reuse = (kind, mean, x.dtype), context.had_kept()
+            constants = self.topology.constants
+            known = constants.product(held, (x, weight), exact, cache_now=reuse)
+            if known is not None:
+                self.rows, self.matrix = known, None
+                return
+        exchange = context.exchange(None if held is None else x, held)
+        backward = grad and x.requires_grad
+        grads = backward, backward or (grad and weights[0].requires_grad)
+        if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
+            self.of(x.to_local(), exchange)
+        else:
+            self.weight = None
+            self.of(linear(x.to_local().contiguous(), w), exchange)
 
     def of(self, local: Tensor, exchange: Any = None) -> PlannedProduct:
         """Sets the rows `[n, ...]` to multiply, and A, over the links of an exchange."""
@@ -131,62 +172,23 @@ def _saving(topology: Topology) -> contextlib.AbstractContextManager[None]:
     return spilling(topology) if capped else contextlib.nullcontext()
 
 
-def plan_product(
-    x: DistTensor,
-    context: LayerContext,
-    kind: OperatorKind,
-    weight: DistTensor | None,
-    lin: Any,
-    mean: bool = False,
-    root: tuple[DistTensor, Any] | None = None,
-    bias: Tensor | None = None,
-) -> PlannedProduct:
-    """Plans `A X W + b + X_root R`: by `(A X) W` or `A (X W)`, whichever sends fewer words.
+def _edges_of_product(
+    conv: Any, base: type, edge_index: Any, given: Any, *linears: Any, biased: Any = ()
+) -> Topology | None:
+    """Returns the edges of a layer that is a product with their matrix; None if it is none.
 
-    Computed on own rows; the gradients of W, R and b are summed over the ranks. [Kurt23]
-    orders the products.
+    Of the features that it is given some may be None; see `is_product` for the rest.
     """
-    layers = [(x, lin)] if root is None else [(x, lin), root]
-    for rows, layer in layers:
-        if is_lazy(layer._parameters.get("weight")):
-            layer(rows)  # initialises a lazy layer through its own hooks
-    grad, topology = torch.is_grad_enabled(), context.topology
-    mesh = topology.nodes.mesh
-    weights = [layer.weight for _, layer in layers]  # once: it may be computed
-    weights += [] if bias is None else [bias]
-    compare_weights(weights, mesh)
-    w, *own = all_entered(weights, mesh)
-    values = x.dtype if kind.normalize else None  # as PyG's messages are of
-    product = PlannedProduct(
-        topology,
-        kind,
-        None if weight is None else weight.to_local(),
-        values if weight is None else weight.dtype,
-        mean,
-        None if root is None else (root[0].to_local().contiguous(), own[0]),
-        None if bias is None else own.pop(),
-        w,
+    topology = topology_of(edge_index)
+    if topology is None or topology.sources is not None:
+        return None
+    rows = [x for x in given if x is not None]
+    fits = all(are_rows_of(x, topology) and x.is_floating_point() for x in rows)
+    fits = fits and conv.flow == "source_to_target"
+    fits = fits and not (getattr(conv, "add_self_loops", False) and edge_index.looped)
+    return (
+        topology if fits and is_product(conv, base, *linears, biased=biased) else None
     )
-    held, ordering = None, topology.ordering
-    if ordering.keep_inputs and ordering.order != "last":
-
-        def exact() -> Tensor:
-            context.note_kept(grad)  # gradients are off in here
-            matrix: Any = product.of(x.to_local()).matrix
-            return product.averaged(matrix @ product.rows)
-
-        held, reuse = (kind, mean, x.dtype), context.had_kept()
-        known = topology.constants.product(held, (x, weight), exact, cache_now=reuse)
-        if known is not None:
-            product.rows, product.matrix = known, None
-            return product
-    exchange = context.exchange(None if held is None else x, held)
-    backward = grad and x.requires_grad
-    grads = backward, backward or (grad and weights[0].requires_grad)
-    if ordering.takes_first(lin.in_channels, lin.out_channels, grads):
-        return product.of(x.to_local(), exchange)
-    product.weight = None
-    return product.of(linear(x.to_local().contiguous(), w), exchange)
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
@@ -250,33 +252,26 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index, edge_weight), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
-        topology = topology_of(edge_index)
-        check_edges("edge_weight", edge_weight, topology)
-        known = (
-            topology is not None
-            and topology.sources is None
-            and are_rows_of(x, topology)
-            and self._cached_edge_index is None
-            and (self.normalize or not torch.is_autocast_enabled(x.device.type))
-            and not (self.add_self_loops and edge_index.looped)
-            and x.dtype == dtype_of(self.lin)
-            and self.aggr in ("add", "sum")
-            and self.flow == "source_to_target"
-        )
-        if not known or not is_product(self, torch_geometric.nn.GCNConv, self.lin):
+        check_edges("edge_weight", edge_weight, topology_of(edge_index))
+        given = torch_geometric.nn.GCNConv, edge_index, [x], self.lin
+        topology = _edges_of_product(self, *given)
+        if topology is None or self._cached_edge_index is not None:
             return None
-        assert topology is not None
+        if self.aggr not in ("add", "sum") or x.dtype != dtype_of(self.lin):
+            return None
+        if not self.normalize and torch.is_autocast_enabled(x.device.type):
+            return None
         fits, weight = _weights_of(edge_index, edge_weight, topology)
         if not fits or (weight is not None and weight.dtype != x.dtype):
             return None
-        context = LayerContext.of(self, self.link, edge_index, None, weight)
+        context = LayerContext(self, self.link, edge_index, weight)
         kind = OperatorKind()
         if self.normalize:
             kind = OperatorKind("gcn", self.improved, self.add_self_loops)
         if self.cached and self.normalize:
             self.__dict__.setdefault("first_edges", (edge_index, edge_weight))
         with _saving(topology):
-            return plan_product(x, context, kind, weight, self.lin, bias=self.bias)
+            return PlannedProduct(x, context, kind, weight, self.lin, bias=self.bias)
 
     def reset_parameters(self) -> None:
         """Draws weights anew, and forgets the edges of the first call."""
@@ -331,28 +326,17 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any
     ) -> GridMatrix | None:
         """Returns the matrix P, over the links of this call; None if it is another layer."""
-        topology = topology_of(edge_index)
-        check_edges("edge_weight", edge_weight, topology)
-        known = (
-            topology is not None
-            and topology.sources is None
-            and self.normalize
-            and not self.cached
-            and not (self.add_self_loops and edge_index.looped)
-            and self.aggr in ("add", "sum")
-            and is_product(self, torch_geometric.nn.GCN2Conv)
-            and self.flow == "source_to_target"
-            and are_rows_of(x, topology)
-            and are_rows_of(x_0, topology)
-            and x.is_floating_point()
-            and x_0.is_floating_point()
-        )
-        if not known or topology is None:
+        check_edges("edge_weight", edge_weight, topology_of(edge_index))
+        given = torch_geometric.nn.GCN2Conv, edge_index, [x, x_0]
+        topology = _edges_of_product(self, *given)
+        if topology is None or self.aggr not in ("add", "sum"):
+            return None
+        if self.cached or not self.normalize:
             return None
         fits, weight = _weights_of(edge_index, edge_weight, topology)
         if not fits:
             return None
-        context = LayerContext.of(self, self.link, edge_index, None, weight)
+        context = LayerContext(self, self.link, edge_index, weight)
         kind = OperatorKind("gcn", False, self.add_self_loops)
         edges = None if weight is None else weight.to_local()
         return topology.operator(kind, edges, x.dtype, context.exchange())
@@ -405,27 +389,18 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
-        topology = topology_of(edge_index)
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
-        known = (
-            topology is not None
-            and topology.sources is None
-            and self.aggr in ("mean", "sum", "add")
-            and are_rows_of(source, topology)
-            and (root is None or are_rows_of(root, topology))
-            and source.is_floating_point()
-            and edge_index.weight is None
-            and self.flow == "source_to_target"
-        )
         linears = [self.lin_r] if self.root_weight else []
-        if not known or not is_product(
-            self, torch_geometric.nn.SAGEConv, *linears, biased=[self.lin_l]
-        ):
+        given = torch_geometric.nn.SAGEConv, edge_index, [source, root], *linears
+        topology = _edges_of_product(self, *given, biased=[self.lin_l])
+        if topology is None or self.aggr not in ("mean", "sum", "add"):
+            return None
+        if source is None or edge_index.weight is not None:
             return None
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
-        context = LayerContext.of(self, self.link, edge_index)
+        context = LayerContext(self, self.link, edge_index)
         own = (root, self.lin_r) if self.root_weight and root is not None else None
-        given = context, OperatorKind(), None, self.lin_l, self.aggr == "mean"
+        plan = context, OperatorKind(), None, self.lin_l, self.aggr == "mean"
         with _saving(context.topology):
-            return plan_product(source, *given, own, self.lin_l.bias)
+            return PlannedProduct(source, *plan, own, self.lin_l.bias)
