@@ -112,60 +112,8 @@ def _is_plain(t: Any) -> bool:
     )
 
 
-class _ProductRun:
-    """Holds one run of a PyG layer whose `propagate` is a product, where it can be one."""
-
-    def __init__(
-        self, conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
-    ) -> None:
-        self.conv = conv
-        self._known = {id(edge_index): (edge_index, kept) for edge_index, kept in known}
-
-    def edges(self, edge_index: Tensor, sources: int, targets: int) -> Any:
-        """Returns the CSR form of an edge_index that the layer was given or has made.
-
-        None of one that it makes in each call on a device, which would be asked each time.
-        """
-        if id(edge_index) not in self._known and not edge_index.is_cpu:
-            return None
-        if id(edge_index) not in self._known:
-            found = adjacency_of(edge_index) or LocalAdjacency(None)
-            self._known[id(edge_index)] = edge_index, found
-        return self._known[id(edge_index)][1].grouped(edge_index, sources, targets)
-
-    def product(self, edge_index: Any, size: Any, given: dict[str, Any]) -> Any:
-        """Returns the result of propagate by a product; None if its form is not known."""
-        conv = self.conv
-        name = MESSAGES.get(type(conv).message, "")
-        given = {key: value for key, value in given.items() if value is not None}
-        if type(edge_index) is not Tensor or set(given) - {"x", name} or name == "":
-            return None
-        kind = AGGREGATIONS.get(type(conv.aggr_module))
-        x, value = given.get("x"), None if name is None else given.get(name)
-        source, target = x if isinstance(x, tuple) else (x, x)
-        wanted = 3 if name == "alpha" else 2
-        if kind is None or not usable(source, value) or source.dim() != wanted:
-            return None
-        if target is None and size is None:
-            return None
-        shape = len(source), len(target) if target is not None else size[1]
-        if size is not None and tuple(size) != shape:
-            return None
-        if value is not None:
-            value = value if wanted == 3 else value.flatten()
-            fits = value.dtype == source.dtype and len(value) == edge_index.size(1)
-            if not fits or kind == "max":
-                return None
-        edges = self.edges(edge_index, *shape)
-        if edges is None:
-            return None
-        value = None if value is None else edges.in_order(value)
-        return aggregate(kind, edges, value, source)
-
-
-_visit: ContextVar[_ProductRun | None] = ContextVar(
-    "the layer by products", default=None
-)
+# the layer that runs by products in a thread, and the CSR forms of its edges
+_visit: ContextVar[Any] = ContextVar("the layer by products", default=(None, None))
 _CHANGING = threading.Lock()
 
 
@@ -176,17 +124,58 @@ class _Propagate:
         self.conv, self.original, self.running = conv, conv.propagate, 0
 
     def __call__(self, edge_index: Any, size: Any = None, **given: Any) -> Any:
-        run, found = _visit.get(), None
-        if run is not None and run.conv is self.conv:
-            found = run.product(edge_index, size, given)
+        conv, kept = _visit.get()
+        found = None
+        if conv is self.conv:
+            found = _product(conv, kept, edge_index, size, given)
         if found is not None:
             return found
         return self.original(edge_index, size=size, **given)
 
 
+def _product(
+    conv: Any, kept: Any, edge_index: Any, size: Any, given: dict[str, Any]
+) -> Any:
+    """Returns the result of propagate by a product; None if its form is not known.
+
+    None, too, for edges that a layer makes in each call on a device, which would be asked
+    each time.
+    """
+    name = MESSAGES.get(type(conv).message, "")
+    given = {key: value for key, value in given.items() if value is not None}
+    if type(edge_index) is not Tensor or set(given) - {"x", name} or name == "":
+        return None
+    kind = AGGREGATIONS.get(type(conv.aggr_module))
+    x, value = given.get("x"), None if name is None else given.get(name)
+    source, target = x if isinstance(x, tuple) else (x, x)
+    wanted = 3 if name == "alpha" else 2
+    if kind is None or not usable(source, value) or source.dim() != wanted:
+        return None
+    if target is None and size is None:
+        return None
+    shape = len(source), len(target) if target is not None else size[1]
+    if size is not None and tuple(size) != shape:
+        return None
+    if value is not None:
+        value = value if wanted == 3 else value.flatten()
+        fits = value.dtype == source.dtype and len(value) == edge_index.size(1)
+        if not fits or kind == "max":
+            return None
+    if id(edge_index) not in kept and not edge_index.is_cpu:
+        return None
+    if id(edge_index) not in kept:
+        found = adjacency_of(edge_index) or LocalAdjacency(None)
+        kept[id(edge_index)] = edge_index, found
+    edges = kept[id(edge_index)][1].grouped(edge_index, *shape)
+    if edges is None:
+        return None
+    value = None if value is None else edges.in_order(value)
+    return aggregate(kind, edges, value, source)
+
+
 @contextlib.contextmanager
 def _running(
-    conv: MessagePassing, *known: tuple[Tensor, LocalAdjacency]
+    conv: MessagePassing, edge_index: Tensor, adjacency: LocalAdjacency
 ) -> Iterator[None]:
     """Has a layer run by products in this thread, in a block; others run PyG's code."""
     own: dict[str, Any] = vars(conv)
@@ -194,7 +183,7 @@ def _running(
         if "propagate" not in own:
             own["propagate"] = _Propagate(conv)
         own["propagate"].running += 1
-    before = _visit.set(_ProductRun(conv, *known))
+    before = _visit.set((conv, {id(edge_index): (edge_index, adjacency)}))
     try:
         yield
     finally:
@@ -265,22 +254,18 @@ def run_layer(
             for name in _EDGE_ARGUMENTS & own.keys():
                 own[name] = first_edges(edge_index, own[name], count)
         call = inspect.BoundArguments(bound.signature, own)  # type: ignore[arg-type]
-        with _running(conv, known):
+        with _running(conv, *known):
             return forward(*call.args, **call.kwargs)
 
     trims = _may_be_trimmed(conv, given, adjacency)
     ends = _pair(x)
-    attends = (
-        trims
-        and not is_changed(conv)  # which `forward` calls
-        and is_attention(conv, given)
-        and usable(*map(leading, ends), given.get("edge_attr"))
-    )
+    # hooks are called by `forward`
+    attends = trims and not is_changed(conv) and is_attention(conv, given)
     sizes = [len(t) for t in ends] if attends else []
     if not isinstance(x, (Tensor, tuple)) or not trims:
         trimming.refuse(adjacency, type(conv).__name__)
         args, kwargs = whole((bound.args, bound.kwargs), type(conv).__name__)
-        with _running(conv, (edge_index, adjacency)):
+        with _running(conv, edge_index, adjacency):
             return forward(*args, **kwargs)
     others = [v for name, v in given.items() if name != "x"]
     return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
@@ -362,8 +347,7 @@ def attends_by_kernels(
 ) -> bool:
     """Tells whether `run_layer` runs a layer of attention by the kernels, on such rows."""
     given = {"x": (source, target), "edge_attr": attr}
-    known = usable(source, target, attr) and _runs_by_products(conv)
-    return known and is_attention(conv, given)
+    return _runs_by_products(conv) and is_attention(conv, given)
 
 
 def _may_be_trimmed(
@@ -442,9 +426,7 @@ def run_sage(
     [n, F_out] or [n_t, F_out].
     """
     source, target = _pair(x)
-    linears = [conv.lin_r] if conv.root_weight else []
-    biased = [conv.lin_l, *([conv.lin] if conv.project else [])]
-    fits = _fits(conv, pyg.SAGEConv, linears, biased, source, target)
+    fits = _fits(conv, pyg.SAGEConv, source, source if target is None else target)
     given, adjacency = edge_index, None
     if fits and (target is not None or size is not None):
         edge_index, adjacency = _edges_of(given, x, {})
@@ -505,7 +487,7 @@ def run_gcn(
 
     Shapes: x [n, F_in], edge_index [2, e], edge_weight [e] or None; returns [n, F_out].
     """
-    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, [conv.lin], [], x, None)
+    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, x)
     fits = fits and conv.aggr in ("add", "sum") and usable(edge_weight)
     if fits and edge_weight is not None:
         fits = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
@@ -582,26 +564,20 @@ def _matrix(
     return found
 
 
-def _fits(
-    conv: Any,
-    base: type,
-    linears: list[Any],
-    biased: list[Any],
-    source: Any,
-    target: Any,
-) -> bool:
-    """Tells whether a layer is unchanged, and its features fit the kernels."""
-    parts = [leading(t) for t in (source, target)]
-    if not usable(*parts) or parts[0] is None:
+def _fits(conv: Any, kind: type, *given: Any) -> bool:
+    """Tells whether a layer is PyG's own of a kind, and the rows given fit the kernels."""
+    rows = [leading(t) for t in given]
+    fits = all(isinstance(t, Tensor) and t.dim() == 2 for t in rows)
+    if not fits or not usable(*rows):
         return False
-    if any(t is not None and t.dim() != 2 for t in parts):
+    if conv.decomposed_layers > 1 or conv.flow != "source_to_target":
         return False
-    if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
+    if conv.node_dim != (0 if kind in _SCORES else -2):
         return False
-    if type(conv.aggr_module) not in AGGREGATIONS or conv.node_dim != -2:
+    if any(map(is_lazy, conv.parameters())):
         return False
-    lazy = any(is_lazy(p) for p in conv.parameters())
-    return not lazy and is_product(conv, base, *linears, biased=biased)
+    plain, biased = _linears(conv, kind)
+    return is_product(conv, kind, *plain, biased=biased)
 
 
 # takes a layer, its edges, sources and targets, and what `_edge_terms` returns; returns
@@ -613,24 +589,16 @@ Scores = Callable[
 
 def is_attention(conv: Any, given: dict[str, Any]) -> bool:
     """Tells whether a layer is PyG's own of a kind above, and its features fit the kernels."""
-    kind = _kind(conv)
-    if kind is None or conv.node_dim != 0:
+    kind, attr = _kind(conv), given.get("edge_attr")
+    if kind is None or given.get("size") is not None:
         return False
-    attr = given.get("edge_attr")
-    if given.get("size") is not None or not _reads_attributes(conv, kind, attr):
-        return False
-    if any(map(is_lazy, conv.parameters())):
-        return False
-    x = given.get("x")
-    parts = [leading(t) for t in (x if isinstance(x, tuple) else (x,))]
-    if any(not isinstance(t, Tensor) or t.dim() != 2 for t in parts):
+    ends = _pair(given.get("x"))
+    if not _reads_attributes(conv, kind, attr) or not _fits(conv, kind, *ends):
         return False
     plain, biased = _linears(conv, kind)
+    rows = [*map(leading, ends), *(() if attr is None else (attr,))]
     dtype = dtype_of((*plain, *biased)[0])
-    parts += [] if attr is None else [attr]
-    return all(t.dtype == dtype for t in parts) and is_product(
-        conv, kind, *plain, biased=biased
-    )
+    return usable(*rows) and all(t.dtype == dtype for t in rows)
 
 
 def _reads_attributes(conv: Any, kind: type, attr: Any) -> bool:
@@ -657,14 +625,13 @@ def _kind(conv: Any) -> type | None:
 def _linears(conv: Any, kind: type) -> tuple[list[Any], list[Any]]:
     """Returns the linear maps of a layer, those without a bias and those that may have one."""
     if kind is pyg.TransformerConv:
-        maps = (
-            conv.lin_query,
-            conv.lin_key,
-            conv.lin_value,
-            conv.lin_skip,
-            conv.lin_beta,
-        )
-        plain, biased = [conv.lin_edge], list(maps)
+        biased = [conv.lin_query, conv.lin_key, conv.lin_value, conv.lin_skip]
+        plain, biased = [conv.lin_edge], [*biased, conv.lin_beta]
+    elif kind is pyg.GCNConv:
+        plain, biased = [conv.lin], []
+    elif kind is pyg.SAGEConv:
+        plain = [conv.lin_r] if conv.root_weight else []
+        biased = [conv.lin_l, *([conv.lin] if conv.project else [])]
     elif kind is pyg.GATv2Conv:
         plain, biased = [conv.lin_edge], [conv.lin_l, conv.lin_r, conv.res]
     else:
@@ -737,13 +704,7 @@ def _edge_terms(
 
 
 def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
-    """Keeps the rows of the edges of a share, and of a layer's self-loops, with own edges.
-
-    Args:
-        conv: the layer.
-        ends: own edges, which `stays` knows.
-        edge_index: those of the share.
-    """
+    """Keeps the rows of the edges of a share, and of a layer's self-loops, with own edges."""
     adjacency = known(ends)
     assert adjacency is not None
     loops = bool(getattr(conv, "add_self_loops", False))
