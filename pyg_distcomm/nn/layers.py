@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor
+from torch_geometric.nn.conv.han_conv import group
 from torch_geometric.utils import scatter, softmax
 
 from pyg_distcomm.comm.rows import Rows
@@ -303,7 +304,7 @@ class DistHANConv(HaloExecution, pyg.HANConv):
             found[relation.target].append(out.relu())
         attention: dict[str, Any] = {}
         for key, outs in found.items():
-            found[key], attention[key] = self._sum_relations(outs)
+            found[key], attention[key] = group(outs, self.q, self.k_lin)
         return found, attention
 
     def _attend(self, key: Any, relation: _Relation, projected: Any) -> Tensor:
@@ -335,17 +336,6 @@ class DistHANConv(HaloExecution, pyg.HANConv):
         kept = kept.to_local().unsqueeze(-1)
         message = shaped.index_select(0, here.source_lid) * kept
         return scatter(message, here.target_lid, 0, here.num_own, "sum").flatten(1)
-
-    def _sum_relations(self, outs: list[Any]) -> tuple[Any, Any]:
-        """Returns the attention-weighted sum over relations."""
-        if not outs:
-            return None, None
-        if outs[0].rows.total == 0:  # all of them have zero gradients
-            return sum(outs[1:], outs[0]), None
-        every = torch.stack(outs, dim=1)
-        scores = torch.tanh(self.k_lin(every)).mean(dim=0)
-        attention = F.softmax((self.q * scores).sum(-1), dim=0)
-        return (attention.view(1, -1, 1) * every).sum(dim=1), attention
 
 
 class DistAGNNConv(HaloExecution, pyg.AGNNConv): ...

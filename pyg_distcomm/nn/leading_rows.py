@@ -23,59 +23,46 @@ from pyg_distcomm.sharded.dist_tensor import eager
 # elementwise with broadcasting, or acting on the last dims of each row
 ROWWISE = frozenset(
     """
-    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2
-    atanh bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool byte ceil celu
-    char clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh cpu
-    cuda data deg2rad detach digamma div divide double elu embedding eq erf erfc erfinv
-    exp exp2 expm1 fill float float_power floor floor_divide floordiv fmax fmin fmod frac
+    abs absolute acos acosh add addcdiv addcmul angle asin asinh atan atan2 atanh
+    bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool byte ceil celu char
+    clamp clamp_max clamp_min clip clone conj contiguous copy copysign cos cosh cpu
+    cuda deg2rad detach digamma div divide double elu eq erf erfc erfinv exp exp2
+    expm1 fill float float_power floor floor_divide floordiv fmax fmin fmod frac
     gelu greater greater_equal gt ge half hardshrink hardsigmoid hardswish hardtanh
-    heaviside hypot iand idiv ifloordiv igamma ilshift imul int invert ior ipow irshift
-    isclose isfinite isinf isnan isneginf isposinf isreal isub ixor iadd itruediv le
-    leaky_relu lerp less less_equal lgamma linear log log_sigmoid log10 log1p log2 logaddexp
-    logaddexp2 logical_and logical_not logical_or logical_xor logit logsigmoid long lt
-    lshift masked_fill maximum minimum mish mod mul multiply mvlgamma nan_to_num ne neg
-    negative nextafter not_equal ones_like pin_memory polygamma positive pos pow prelu
-    rad2deg radd rdiv real reciprocal relu relu6 remainder rfloordiv
-    rlshift rmod rmul ror round rpow rrshift rshift rsqrt rsub rtruediv rxor
-    rand type selu sgn short sigmoid sign signbit silu sin sinc sinh softplus softshrink
-    softsign sqrt square sub subtract tan tanh tanhshrink threshold to truediv true_divide
-    trunc type_as where xlogy xor or and zero zeros_like full_like empty_like
-    share_memory _foreach_add _foreach_mul _threshold complex polar expit ndtr ndtri
-    log_ndtr entr erfcx i0 i0e i1 i1e gammaln psi xlog1py zeta
+    heaviside hypot iand idiv ifloordiv igamma ilshift imul int invert ior ipow
+    irshift isclose isfinite isinf isnan isneginf isposinf isreal isub ixor iadd
+    itruediv le leaky_relu lerp less less_equal lgamma log log_sigmoid log10 log1p
+    log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
+    logsigmoid long lt lshift masked_fill maximum minimum mish mod mul multiply
+    mvlgamma nan_to_num ne neg negative nextafter not_equal ones_like pin_memory
+    polygamma positive pos pow rad2deg radd rdiv real reciprocal relu relu6
+    remainder rfloordiv rlshift rmod rmul ror round rpow rrshift rshift rsqrt rsub
+    rtruediv rxor selu sgn short sigmoid sign signbit silu sin sinc sinh softplus
+    softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to
+    truediv true_divide trunc type_as where xlogy xor or and zero zeros_like
+    full_like empty_like share_memory _foreach_add _foreach_mul _threshold complex
+    polar expit ndtr ndtri log_ndtr entr erfcx i0 i0e i1 i1e gammaln psi xlog1py
+    zeta dropout alpha_dropout rrelu
     """.split()
 )
 
-# operations whose other operands are weights, however many rows they have
-WEIGHTED = frozenset(
-    """linear embedding prelu gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell
-    bilinear""".split()
-)
-ROWWISE |= WEIGHTED
-
 # a `dim` decides: local unless it names the rows; by the place of dim, and its default
-BY_DIM: dict[str, tuple[int, Any]] = {
-    name: how
-    for how, names in {
-        (
-            1,
-            None,
-        ): """sum mean prod amax amin any all var std count_nonzero max min argmax
-            argmin median nanmedian nanmean nansum""",
-        (2, None): "norm linalg_norm vector_norm quantile nanquantile roll",
-        (1, -1): "glu mode sort argsort",
-        (2, -1): "diff kthvalue topk",
-        (9, -1): "pairwise_distance",
-        (1, 0): "unbind",
-        (2, 0): "split chunk tensor_split",
-        (2, 1): "normalize cosine_similarity",
-        (
-            1,
-            "missing",
-        ): """softmax log_softmax softmin cummax cummin logcumsumexp logsumexp
-            cumsum cumprod flip gather select narrow unflatten""",
-        (2, "missing"): "cross",
-    }.items()
-    for name in names.split()
+_DIMS: tuple[tuple[int, Any, str], ...] = (
+    (1, None, "sum mean prod amax amin any all var std count_nonzero max min argmax"),
+    (1, None, "argmin median nanmedian nanmean nansum"),
+    (2, None, "norm linalg_norm vector_norm quantile nanquantile roll"),
+    (1, -1, "glu mode sort argsort"),
+    (2, -1, "diff kthvalue topk"),
+    (9, -1, "pairwise_distance"),
+    (1, 0, "unbind"),
+    (2, 0, "split chunk tensor_split"),
+    (2, 1, "normalize cosine_similarity"),
+    (1, "missing", "softmax log_softmax softmin cummax cummin logcumsumexp logsumexp"),
+    (1, "missing", "cumsum cumprod flip gather select narrow unflatten"),
+    (2, "missing", "cross"),
+)
+BY_DIM = {
+    name: (place, default) for place, default, names in _DIMS for name in names.split()
 }
 
 # sizes: the whole tensor's
@@ -84,15 +71,14 @@ SIZES = frozenset("shape size numel nelement nbytes len".split())
 # facts about dtype, memory or autograd; nothing to wrap
 FACTS = frozenset(
     """
-    shape size dim ndim ndimension numel nelement nbytes element_size itemsize dtype device
-    layout is_cuda is_cpu is_sparse is_floating_point is_complex is_signed
-    is_contiguous is_leaf is_quantized is_meta is_mps is_xpu is_nested is_pinned
-    is_shared is_inference is_sparse_csr is_same_size is_mkldnn is_conj is_neg is_tensor
-    requires_grad grad_fn retain_grad retains_grad output_nr _version _backward_hooks
-    register_post_accumulate_grad_hook stride storage_offset
-    data_ptr get_device untyped_storage storage name names has_names len
-    _is_view _base hash __hash__ is_storage result_type can_cast new_tensor
-    _is_param is_inference_mode_enabled
+    dim ndim ndimension element_size itemsize dtype device layout is_cuda is_cpu
+    is_sparse is_floating_point is_complex is_signed is_contiguous is_leaf
+    is_quantized is_meta is_mps is_xpu is_nested is_pinned is_shared is_inference
+    is_sparse_csr is_same_size is_mkldnn is_conj is_neg is_tensor requires_grad
+    grad_fn retains_grad output_nr _version _backward_hooks
+    register_post_accumulate_grad_hook stride storage_offset data_ptr get_device
+    untyped_storage storage name names has_names _is_view _base hash __hash__
+    is_storage result_type can_cast new_tensor _is_param is_inference_mode_enabled
     _has_compatible_shallow_copy_type data=
     """.split()
 )
@@ -376,17 +362,13 @@ def deferred(value: Any) -> Any:
 
 # Operations on them -------------------------------------------------------------------
 
-_DROPOUTS = frozenset("dropout alpha_dropout rrelu".split())
-_ROWWISE = (ROWWISE | _DROPOUTS) - frozenset(
-    "gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell bilinear data rand type".split()
-)
 _OF_WEIGHTS = frozenset("linear embedding prelu matmul mm layer_norm".split())
 _JOINS = frozenset("cat concat concatenate stack".split())
 _REDUCTIONS = frozenset("sum mean prod amax amin max min median logsumexp".split())
 
 
 def _dispatch(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    if name in FACTS - SIZES - _OF_GRADIENTS:
+    if name in FACTS:
         return _call_plain(func, args, kwargs)
     if name in _OF_GRADIENTS and _meets_gradients(name, args, kwargs):
         if name == "grad" and (len(args) > 1 or kwargs):
@@ -552,7 +534,7 @@ def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
         if name in ("matmul", "mm"):
             return dim == 2 and len(args) == 2 and args[1].dim() == 2
         return dim >= 2 or name == "embedding"
-    if name in _ROWWISE:
+    if name in ROWWISE:
         return True
     if name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor):
         return True  # of two tensors

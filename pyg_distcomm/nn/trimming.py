@@ -130,12 +130,7 @@ class ModelState:
 
 
 class FirstPass:
-    """Holds what the first pass of a model began with, and what it ended in.
-
-    Args:
-        model: the model.
-        args, kwargs: what its forward is called with.
-    """
+    """Holds what the first pass of a model began with, and what it ended in."""
 
     def __init__(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._before: ModelState | None = ModelState(model)
