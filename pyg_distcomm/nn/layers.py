@@ -2,9 +2,7 @@
 
 Each is PyG's class with `HaloExecution` before it: the same constructor, parameters and
 results; see there for shapes, price and errors. GCNConv, SAGEConv and GCN2Conv are the
-layers that multiply on any grid. PyG finds the source of layers by the names of their classes,
-so each class is named Dist..., and exported under PyG's name. `convert` makes the layers of a
-model distributed.
+layers that multiply on any grid. `convert` makes the layers of a model distributed.
 
 `HeteroConv` and `to_hetero` need no special code: each relation has its own layer, which is
 converted like any other. HGT and HAN mix relations within a layer: HGT joins the rows of all
@@ -16,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 from torch import Tensor
+from torch_geometric.inspector import Inspector
 from torch_geometric.nn.conv.han_conv import group
 from torch_geometric.utils import scatter, softmax
 
@@ -338,81 +337,6 @@ class DistHANConv(HaloExecution, pyg.HANConv):
         return scatter(message, here.target_lid, 0, here.num_own, "sum").flatten(1)
 
 
-class DistAGNNConv(HaloExecution, pyg.AGNNConv): ...
-
-
-class DistAPPNP(HaloExecution, pyg.APPNP): ...
-
-
-class DistARMAConv(HaloExecution, pyg.ARMAConv): ...
-
-
-class DistCGConv(HaloExecution, pyg.CGConv): ...
-
-
-class DistChebConv(HaloExecution, pyg.ChebConv): ...
-
-
-class DistClusterGCNConv(HaloExecution, pyg.ClusterGCNConv): ...
-
-
-class DistDNAConv(HaloExecution, pyg.DNAConv): ...
-
-
-class DistDynamicEdgeConv(HaloExecution, pyg.DynamicEdgeConv): ...
-
-
-class DistEGConv(HaloExecution, pyg.EGConv): ...
-
-
-class DistEdgeConv(HaloExecution, pyg.EdgeConv): ...
-
-
-class DistFAConv(HaloExecution, pyg.FAConv): ...
-
-
-class DistFastRGCNConv(HaloExecution, pyg.FastRGCNConv): ...
-
-
-class DistFeaStConv(HaloExecution, pyg.FeaStConv): ...
-
-
-class DistFiLMConv(HaloExecution, pyg.FiLMConv): ...
-
-
-class DistFusedGATConv(HaloExecution, pyg.FusedGATConv): ...
-
-
-class DistGATConv(HaloExecution, pyg.GATConv): ...
-
-
-class DistGATv2Conv(HaloExecution, pyg.GATv2Conv): ...
-
-
-class DistGENConv(HaloExecution, pyg.GENConv): ...
-
-
-class DistGINConv(HaloExecution, pyg.GINConv): ...
-
-
-class DistGINEConv(HaloExecution, pyg.GINEConv): ...
-
-
-class DistGMMConv(HaloExecution, pyg.GMMConv): ...
-
-
-class DistGatedGraphConv(HaloExecution, pyg.GatedGraphConv): ...
-
-
-class DistGeneralConv(HaloExecution, pyg.GeneralConv): ...
-
-
-class DistGraphConv(HaloExecution, pyg.GraphConv): ...
-
-
-class DistGravNetConv(HaloExecution, pyg.GravNetConv): ...
-
-
 class DistGroupAddRev(pyg.GroupAddRev):
     """Runs PyG's GroupAddRev, but keeps inputs that are row-sharded, or that NumPy has seen.
 
@@ -431,162 +355,46 @@ class DistGroupAddRev(pyg.GroupAddRev):
         return super()._inverse(y.clone(), *args)  # layers read it before it is freed
 
 
-class DistHEATConv(HaloExecution, pyg.HEATConv): ...
+class _Inspector(Inspector):
+    """Finds the arguments of PyG's steps in the source of its classes, past those made here."""
+
+    def get_source(self, cls: type | None = None) -> str:
+        """Returns the source code of a class; a class made here has none."""
+        made = cls is not None and _MadeLayer in cls.__bases__
+        return "" if made else super().get_source(cls)
 
 
-class DistHypergraphConv(HaloExecution, pyg.HypergraphConv): ...
+class _MadeLayer(HaloExecution):
+    """Reads the source of PyG's class where PyG would read that of a class made here."""
+
+    @property
+    def inspector(self) -> Inspector:
+        """What PyG has found of the steps of the layer."""
+        return vars(self)["inspector"]  # type: ignore[no-any-return]
+
+    @inspector.setter
+    def inspector(self, found: Inspector) -> None:
+        found.__class__ = _Inspector
+        vars(self)["inspector"] = found
 
 
-class DistLEConv(HaloExecution, pyg.LEConv): ...
+# A class of each layer, under its own name and under PyG's: those above, and one that is made
+# of every other. Its name differs, since PyG keeps the source of classes by their names.
+__all__ = [
+    name
+    for name, kind in vars(pyg).items()
+    if isinstance(kind, type)
+    and issubclass(kind, (pyg.MessagePassing, pyg.GroupAddRev))
+]
+for _name in __all__:
+    _ours = f"Dist{_name}"
+    if _ours not in globals():
+        _bases = _MadeLayer, getattr(pyg, _name)
+        globals()[_ours] = type(_ours, _bases, {"__module__": __name__})
+    globals()[_name] = globals()[_ours]
 
-
-class DistLGConv(HaloExecution, pyg.LGConv): ...
-
-
-class DistLabelPropagation(HaloExecution, pyg.LabelPropagation): ...
-
-
-class DistMFConv(HaloExecution, pyg.MFConv): ...
-
-
-class DistMeshCNNConv(HaloExecution, pyg.MeshCNNConv): ...
-
-
-class DistMessagePassing(HaloExecution, pyg.MessagePassing): ...
-
-
-class DistMixHopConv(HaloExecution, pyg.MixHopConv): ...
-
-
-class DistNNConv(HaloExecution, pyg.NNConv): ...
-
-
-class DistPANConv(HaloExecution, pyg.PANConv): ...
-
-
-class DistPDNConv(HaloExecution, pyg.PDNConv): ...
-
-
-class DistPNAConv(HaloExecution, pyg.PNAConv): ...
-
-
-class DistPPFConv(HaloExecution, pyg.PPFConv): ...
-
-
-class DistPointGNNConv(HaloExecution, pyg.PointGNNConv): ...
-
-
-class DistPointNetConv(HaloExecution, pyg.PointNetConv): ...
-
-
-class DistPointTransformerConv(HaloExecution, pyg.PointTransformerConv): ...
-
-
-class DistRGATConv(HaloExecution, pyg.RGATConv): ...
-
-
-class DistRGCNConv(HaloExecution, pyg.RGCNConv): ...
-
-
-class DistResGatedGraphConv(HaloExecution, pyg.ResGatedGraphConv): ...
-
-
-class DistSGConv(HaloExecution, pyg.SGConv): ...
-
-
-class DistSSGConv(HaloExecution, pyg.SSGConv): ...
-
-
-class DistSignedConv(HaloExecution, pyg.SignedConv): ...
-
-
-class DistSimpleConv(HaloExecution, pyg.SimpleConv): ...
-
-
-class DistSplineConv(HaloExecution, pyg.SplineConv): ...
-
-
-class DistSuperGATConv(HaloExecution, pyg.SuperGATConv): ...
-
-
-class DistTAGConv(HaloExecution, pyg.TAGConv): ...
-
-
-class DistTransformerConv(HaloExecution, pyg.TransformerConv): ...
-
-
-class DistWLConvContinuous(HaloExecution, pyg.WLConvContinuous): ...
-
-
-AGNNConv = DistAGNNConv
-APPNP = DistAPPNP
-ARMAConv = DistARMAConv
-CGConv = DistCGConv
-ChebConv = DistChebConv
-ClusterGCNConv = DistClusterGCNConv
-DNAConv = DistDNAConv
-DynamicEdgeConv = DistDynamicEdgeConv
-EGConv = DistEGConv
-EdgeConv = DistEdgeConv
-FAConv = DistFAConv
-FastRGCNConv = DistFastRGCNConv
-FeaStConv = DistFeaStConv
-FiLMConv = DistFiLMConv
-FusedGATConv = DistFusedGATConv
-GATConv = DistGATConv
-GATv2Conv = DistGATv2Conv
-GCN2Conv = DistGCN2Conv
-GCNConv = DistGCNConv
-GENConv = DistGENConv
-GINConv = DistGINConv
-GINEConv = DistGINEConv
-GMMConv = DistGMMConv
-GatedGraphConv = DistGatedGraphConv
-GeneralConv = DistGeneralConv
-GraphConv = DistGraphConv
-GravNetConv = DistGravNetConv
-GroupAddRev = DistGroupAddRev
-HANConv = DistHANConv
-HEATConv = DistHEATConv
-HGTConv = DistHGTConv
-HypergraphConv = DistHypergraphConv
-LEConv = DistLEConv
-LGConv = DistLGConv
-LabelPropagation = DistLabelPropagation
-MFConv = DistMFConv
-MeshCNNConv = DistMeshCNNConv
-MessagePassing = DistMessagePassing
-MixHopConv = DistMixHopConv
-NNConv = DistNNConv
-PANConv = DistPANConv
-PDNConv = DistPDNConv
-PNAConv = DistPNAConv
-PPFConv = DistPPFConv
-PointGNNConv = DistPointGNNConv
-PointNetConv = DistPointNetConv
-PointTransformerConv = DistPointTransformerConv
-RGATConv = DistRGATConv
-RGCNConv = DistRGCNConv
-ResGatedGraphConv = DistResGatedGraphConv
-SAGEConv = DistSAGEConv
-SGConv = DistSGConv
-SSGConv = DistSSGConv
-SignedConv = DistSignedConv
-SimpleConv = DistSimpleConv
-SplineConv = DistSplineConv
-SuperGATConv = DistSuperGATConv
-TAGConv = DistTAGConv
-TransformerConv = DistTransformerConv
-WLConvContinuous = DistWLConvContinuous
-
-if not TYPE_CHECKING:  # type checkers read the names above instead
-    # the names that a class of this package bears, without its Dist
-    __all__ = [
-        name
-        for name, kind in list(globals().items())
-        if getattr(kind, "__name__", "") == f"Dist{name}"
-    ]
-
+# which type checkers know
+GCN2Conv, GCNConv, SAGEConv = DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 

@@ -11,7 +11,7 @@ from pyg_distcomm.nn import GATConv
 def load(whole: HeteroData) -> None:
     share = pdc.partition(whole, pdc.init(pdc.Auto(whole, widths=[8, 4])))
     reveal_type(share)  # HeteroData
-    reveal_type(GATConv(16, 4))  # DistGATConv
+    reveal_type(GATConv(16, 4))  # Any
     for batch in LinkNeighborLoader(share, [5], neg_sampling="binary"):
         reveal_type(batch)  # HeteroData
     for drawn in HGTLoader(share, [8, 8], "paper"):
