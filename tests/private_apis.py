@@ -38,6 +38,7 @@ LISTED = {
         torch._C: DisableTorchFunctionSubclass _are_functorch_transforms_active
             _current_graph_task_id _is_any_autocast_enabled _len_torch_dispatch_stack
         torch._C._functorch: is_functorch_wrapped_tensor
+        torch._decomp: decomposition_table
         torch._subclasses.fake_tensor: FakeTensor
         torch.autograd.Variable._execution_engine: queue_callback
         torch.autograd.forward_ad: _current_level

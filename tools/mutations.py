@@ -94,7 +94,7 @@ test_averaging.py -k test_a_pass_sums_all_gradients
         return -(-{{2 * numel => numel}} * (size - 1) // size)
 test_tensor.py -k test_modules_learn
     reduction: the running variance of batch norm is biased
-        var.mul_(1 - momentum).add_(square / {{(n - 1) => n}}, alpha=momentum)
+        var.mul_(1 - momentum).add_(spread * n / {{(n - 1) => n}}, alpha=momentum)
 test_tensor.py -k test_what_needs_all_rows
     whole: an op without a rule returns what it wrote to
         return written[0] if len({{aliased => written}}) == 1 else out

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows
@@ -32,6 +33,7 @@ from pyg_distcomm.sharded.partial import (
     PartialSum,
     accumulates_plain,
     plain,
+    summed_over_ranks,
     with_rows,
 )
 
@@ -41,20 +43,14 @@ aten = torch.ops.aten
 def meeting(t: Any, rows: Rows, right: int) -> Any:
     """Returns the part of an operand that meets own rows.
 
-    Args:
-        t: the operand.
-        rows: own rows.
-        right: the sharded dimension of the result, counted from the right, from 1.
+    They are the dimension `right` of the result, counted from the right, from 1.
     """
     if type(t) is DistTensor:
         if t.rows is rows and t.dim() - t.dim_ == right:
             return t.local
         dim = t.dim() - right
-        if (
-            dim >= 0
-            and t.size(dim) == rows.count
-            and (t.dim_ == dim or t.size(dim) != 1)
-        ):
+        fits = dim >= 0 and t.size(dim) == rows.count
+        if fits and (t.dim_ == dim or rows.count != 1):
             return local_at(t, rows, dim)
         return all_rows(t, "broadcast")
     if not isinstance(t, Tensor):
@@ -137,7 +133,6 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = DistTensor(local, x.rows, x.dim_)
     if x._topology is not None and local.device != x.device and local.dtype == x.dtype:
         out._topology = x._topology.to(local.device)  # edges, sent to another device
-        out.weight = None if x.weight is None else x.weight.to(local.device)
     return out
 
 
@@ -182,9 +177,21 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if accumulates_plain():  # an optimizer would gather it for each moment
         return all_rows(x, "gradient")
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
-    out._kept, out._topology, out.weight = x._kept, x._topology, x.weight
+    out._kept, out._topology = x._kept, x._topology
     out._copied = x._copied and func is not aten.clone.default
+    out._end = x._end
     return out
+
+
+def decomposed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Computes an op by those that torch says it is made of, each by its rule."""
+    return decomposition_table[func](*args, **kwargs)
+
+
+@rule(torch.ops.prims.convert_element_type.default)
+def converted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Changes the type of rows, as torch's decompositions do."""
+    return args[0].to(args[1])
 
 
 def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,9 +282,14 @@ _LAST = {
 def _mixed(func: Any, args: list[Any], n: int) -> set[int]:
     """Returns the dimensions, of n, along which an op mixes numbers; all if it names none."""
     packet = func.overloadpacket
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=True))
     if packet in _LAST:
         return set(range(n - _LAST[packet], n))
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=True))
+    if packet in _WITH_WEIGHTS:
+        return set(range(n - len(given.get("normalized_shape", range(n - 1))), n))
+    if packet in _TABLES:
+        flat = given.get("sorted_sequence", given.get("boundaries"))
+        return set() if flat is None or flat.dim() == 1 else set(range(n))
     if packet is aten.diag_embed:
         ends = {given["dim1"] % (n + 1), given["dim2"] % (n + 1)}
         return {n - 1} if ends == {n - 1, n} else set(range(n))
@@ -290,44 +302,68 @@ def _mixed(func: Any, args: list[Any], n: int) -> set[int]:
 
 
 def alone(func: Any, args: Any, kwargs: Any) -> Any:
-    """Computes an op on own rows, if it does not mix the dimension that they have."""
+    """Computes an op on own rows, if it does not mix the dimension that they have.
+
+    The gradients of plain weights are sums over the rows of all ranks.
+    """
     given = bound(func, args, kwargs)
-    like = next(a for a in given if type(a) is DistTensor)
-    rows, at = like.rows, like.dim_
     names = [a.name for a in func._schema.arguments]
+    every = [i for i, a in enumerate(given) if isinstance(a, Tensor)]
+    of_rows = _OF_ROWS.get(func.overloadpacket, every)
+    like = next((given[i] for i in of_rows if type(given[i]) is DistTensor), None)
+    others = [given[i] for i in every if i not in of_rows]
+    apart = any(isinstance(a, (DistTensor, PartialSum)) for a in others)
+    mutable = func._schema.is_mutable
+    if like is None or apart or (mutable and like is not args[0]):
+        return whole.apply(func, args, kwargs)
+    rows, at = like.rows, like.dim_
     size = next((given[names.index(s)] for s in _SIZES if s in names), like.shape)
     mixed = _mixed(func, given, len(size))
     if at in mixed or (func.overloadpacket in _MOVING and at > min(mixed)):
         return whole.apply(func, args, kwargs)
-    if not all(_meets(a, like) for a in given):
+    if not all(_meets(given[i], like) for i in of_rows):
         return whole.apply(func, args, kwargs)
-    own = [local_at(a, rows, at) if isinstance(a, Tensor) else a for a in given]
-    empty = not like.local.size(at)
-    if empty:  # some ops refuse no rows, which other ranks have
-        own = [_one_zero(a, at) if isinstance(a, Tensor) else a for a in own]
+    own = list(given)
+    empty = not (mutable or like.local.size(at))
+    for i in of_rows:
+        if isinstance(own[i], Tensor):
+            own[i] = local_at(own[i], rows, at)
+            # some ops refuse no rows, which other ranks have
+            own[i] = _one_zero(own[i], at) if empty else own[i]
+    count = max(like.local.size(at), 1)
     for i, name in enumerate(names):
         if name in _SIZES:
-            count = max(like.local.size(at), 1)
             own[i] = [*given[i][:at], count, *given[i][at + 1 :]]
-    count = sum(not a.kwarg_only for a in func._schema.arguments)
-    options = dict(zip(names[count:], own[count:], strict=True))
+        elif name == "N":
+            own[i] = count
+    named = sum(not a.kwarg_only for a in func._schema.arguments)
+    options = dict(zip(names[named:], own[named:], strict=True))
     if func.overloadpacket in _FAILING and rows.mesh.size > 1:
-        found = _on_all_or_none(func, own[:count], options, rows)
+        found = _on_all_or_none(func, own[:named], options, rows)
     else:
-        found = computed(func, *own[:count], **options)
-    parts = [found] if isinstance(found, Tensor) else list(found)
-    parts = [part.narrow(at, 0, 0) if empty else part for part in parts]
-    made = tuple(DistTensor(part, rows, at) for part in parts)
-    return made[0] if isinstance(found, Tensor) else made
+        found = computed(func, *own[:named], **options)
+    if mutable:
+        changed(like)
+        return like
+    return _placed(found, like, empty, "output_mask" in names)
+
+
+def _placed(found: Any, like: DistTensor, empty: bool, sums: bool) -> Any:
+    """Returns results as rows, without the one that stood for none; the others may be sums."""
+    rows, at = like.rows, like.dim_
+    parts: list[Any] = [found] if isinstance(found, Tensor) else list(found)
+    for i, part in enumerate(parts):
+        if part is not None and sums and i:
+            parts[i] = summed_over_ranks(part, rows.mesh)
+        elif part is not None:
+            parts[i] = DistTensor(part.narrow(at, 0, 0) if empty else part, rows, at)
+    return parts[0] if isinstance(found, Tensor) else tuple(parts)
 
 
 def _on_all_or_none(func: Any, args: Any, kwargs: Any, rows: Rows) -> Any:
     """Computes an op on own rows; raises on all ranks if it fails on one, as for NaN.
 
-    Price: a word of each rank.
-
-    Raises:
-        LinAlgError: with torch's message, which numbers a rank's own matrices.
+    Torch's message numbers a rank's own matrices. Price: a word of each rank.
     """
     found, problem = None, None
     try:
@@ -335,9 +371,8 @@ def _on_all_or_none(func: Any, args: Any, kwargs: Any, rows: Rows) -> Any:
     except RuntimeError as error:
         problem = f"{error} (of the rows of this rank)"
     world = rows.mesh.world
-    if any(
-        row[0] for row in collectives.all_gather_counts([problem is not None], world)
-    ):
+    failed = collectives.all_gather_counts([problem is not None], world)
+    if [1] in map(list, failed):
         collectives.agree(problem, world, torch.linalg.LinAlgError)  # type: ignore[attr-defined]
     return found
 
@@ -347,9 +382,8 @@ def _meets(a: Any, like: DistTensor) -> bool:
     if not isinstance(a, Tensor) or a is like:
         return True
     if type(a) is DistTensor:
-        return a.rows is like.rows and a.dim_ == like.dim_
-    same = a.dim() == like.dim() and type(a) is Tensor
-    return same and a.size(like.dim_) == like.rows.count
+        return a.rows.count == like.rows.count and a.dim_ == like.dim_
+    return a.dim() == like.dim() and a.size(like.dim_) == like.rows.count
 
 
 def _one_zero(x: Tensor, at: int) -> Tensor:
@@ -364,22 +398,29 @@ _MOVING = {
 }
 # ops that raise for what a matrix holds
 _FAILING = {aten._linalg_eigh, aten._linalg_svd, aten.linalg_eig}
+# ops of rows and plain weights
+_WITH_WEIGHTS = set(_named("convolution native_group_norm native_layer_norm"))
+_TABLES = {aten.searchsorted, aten.bucketize, aten.isin}
+# the operands that have a row for each of the result's; others are plain
+_OF_ROWS = {
+    aten.bucketize: (0,),
+    aten.convolution: (0,),
+    aten.convolution_backward: (1, 0),
+    aten.index_add: (0, 3),
+    aten.index_add_: (0, 3),
+    aten.isin: (0,),
+    aten.native_group_norm: (0,),
+    aten.native_group_norm_backward: (1, 0, 2, 3),
+    aten.native_layer_norm: (0,),
+    aten.native_layer_norm_backward: (1, 0, 3, 4),
+    aten.searchsorted: (1,),
+}
 _NAMED = _named(
     """_fft_c2c _fft_c2r _fft_r2c _safe_softmax constant_pad_nd cummax cummin cumprod cumsum
     diag_embed diagonal glu linalg_cross logcumsumexp roll sort topk unfold"""
 )
-rule(
-    *(f for op in (*_LAST, *_NAMED) for f in overloads(op) if not f._schema.is_mutable)
-)(alone)
-
-
-@rule(aten.searchsorted.Tensor, aten.bucketize.Tensor, aten.isin)
-def found_in_table(func: Any, args: Any, kwargs: Any) -> Any:
-    """Finds each number in a plain table, which every rank reads whole."""
-    at = int(func is aten.searchsorted.Tensor)
-    x, table = args[at], args[1 - at]
-    plain = not isinstance(table, (DistTensor, PartialSum))
-    if type(x) is not DistTensor or not plain or (at and table.dim() != 1):
-        return whole.apply(func, args, kwargs)
-    own = [a.local if a is x else a for a in args]
-    return DistTensor(func(*own, **kwargs), x.rows, x.dim_)
+_ALONE = (*_LAST, *_NAMED, *_WITH_WEIGHTS, *_TABLES)
+rule(*(f for op in _ALONE for f in overloads(op) if not f._schema.is_mutable))(alone)
+_LOSSES = """binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss
+    smooth_l1_loss soft_margin_loss"""
+rule(*_named(_LOSSES))(decomposed)  # whose means and sums are of all rows

@@ -24,12 +24,11 @@ from pyg_distcomm.sharded.dist_tensor import (
     rule,
 )
 from pyg_distcomm.sharded.partial import (
-    PartialSum,
     over_ranks,
     plain,
     summed_over_ranks,
 )
-from pyg_distcomm.sharded.pointwise import alone, bound, meeting
+from pyg_distcomm.sharded.pointwise import alone, bound, decomposed, meeting
 
 aten = torch.ops.aten
 OverRows = Callable[[Any, Any, Any, list[int], bool], Any]
@@ -38,11 +37,7 @@ OverRows = Callable[[Any, Any, Any, list[int], bool], Any]
 def _reduction(*ops: Any, at: int = 1) -> Callable[[OverRows], OverRows]:
     """Declares how ops reduce over rows; over other dimensions they do so row by row.
 
-    The function gets the op, its arguments, the dimensions, and whether they are kept.
-
-    Args:
-        ops: the ops, of one tensor.
-        at: the position of their dimensions, before that of `keepdim`.
+    Their dimensions are the argument `at`, before `keepdim`.
     """
 
     def declare(over_rows: OverRows) -> OverRows:
@@ -119,26 +114,6 @@ def any_all(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> A
 
 
 @_reduction(
-    aten.linalg_vector_norm.default,
-    aten.norm.Scalar,
-    aten.norm.ScalarOpt_dim,
-    at=2,
-)
-def norm(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
-    """Takes norms: of order 2 by a sum of squares, of others on all rows."""
-    x = args[0]
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    order = 2 if order is None else order
-    if order not in (1, 2):
-        return whole.apply(func, args, kwargs)
-    kind = kwargs.get("dtype")
-    part = torch.linalg.vector_norm(x.local, order, dims, keep, dtype=kind)
-    if order == 1:
-        return over_ranks(part, x.rows.mesh)
-    return over_ranks(part * part, x.rows.mesh).sqrt()
-
-
-@_reduction(
     aten.var.correction,
     aten.std.correction,
     aten.var_mean.correction,
@@ -176,7 +151,7 @@ def first(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any
     return kept[1] if "arg" in name else kept
 
 
-@_reduction(aten.median.dim, aten.mode.default, aten.prod.dim_int, aten.aminmax.default)
+@_reduction(aten.median.dim, aten.mode.default, aten.prod.dim_int)
 def picked(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     """Picks among all rows, which every rank gathers."""
     return whole.apply(func, args, kwargs)
@@ -185,42 +160,19 @@ def picked(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> An
 _reduction(aten.kthvalue.default, at=2)(picked)
 
 
-@_reduction(aten.logsumexp.default)
-def logsumexp(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
-    """Takes the logarithm of sums of exponentials, of which the greatest is taken out."""
-    x = args[0]
-    if not x.numel():
-        return whole.apply(func, args, kwargs)
-    most = _extreme(x, dims, True, "max")
-    most = torch.where(most.isfinite(), most, torch.zeros_like(most))
-    part = (x.local - most).exp().sum(dims, True)
-    out = over_ranks(part, x.rows.mesh).log() + most
-    return out if keep else out.squeeze(dims)  # type: ignore[arg-type]
+@_reduction(aten.logsumexp.default, aten.aminmax.default)
+def by_parts(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
+    """Reduces by the sums and extremes that torch says an op is made of."""
+    found = decomposed(func, args, kwargs)
+    return plain(found) if isinstance(found, Tensor) else tuple(map(plain, found))
 
 
-def softmax_over_rows(x: DistTensor, log: bool, kind: torch.dtype) -> DistTensor:
-    """Takes the softmax over all rows, by two all-reduces of one row, in float32 of halves."""
-    wide = x.local.float() if x.dtype in HALVES else x.local
-    if not x.numel():
-        return DistTensor(wide.to(kind), x.rows, x.dim_)
-    every = DistTensor(wide, x.rows, x.dim_)
-    away = wide - _extreme(every, [x.dim_], True, "max")
-    total = over_ranks(away.exp().sum(x.dim_, True), x.rows.mesh)
-    out = away - total.log() if log else away.exp() / total
-    return DistTensor(out.to(kind), x.rows, x.dim_)
-
-
-def softmax_over_rows_backward(
-    g: Tensor, y: DistTensor, log: bool, kind: torch.dtype
-) -> DistTensor:
-    """Takes the gradient of `softmax_over_rows`: y (g - sum y g); of logs, g - e^y sum g."""
-    own, out = local_at(g, y.rows, y.dim_), y.local
-    if y.dtype in HALVES:
-        own, out = own.float(), out.float()
-    part = (own if log else own * out).sum(y.dim_, True)
-    total = over_ranks(part, y.rows.mesh)
-    found = own - out.exp() * total if log else out * (own - total)
-    return DistTensor(found.to(kind), y.rows, y.dim_)
+_reduction(
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    at=2,
+)(by_parts)
 
 
 @rule(
@@ -231,14 +183,9 @@ def softmax_over_rows_backward(
 )
 def softmax(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the softmax of each row, or over all rows; or the gradient of this."""
-    name = func._schema.name
-    log, back = "log" in name, "backward" in name
-    x, d, kind = args[back:]
-    if type(x) is DistTensor and d % x.dim() == x.dim_ and x.is_floating_point():
-        if back:
-            return softmax_over_rows_backward(args[0], x, log, kind)
-        return softmax_over_rows(x, log, torch.float32 if kind else x.dtype)
-    return alone(func, args, kwargs)
+    x, d = args[-3:-1]
+    over_rows = type(x) is DistTensor and d % x.dim() == x.dim_
+    return (decomposed if over_rows else alone)(func, args, kwargs)
 
 
 @rule(aten._local_scalar_dense.default)
@@ -271,12 +218,8 @@ _DIMS = {
 def _along(func: Any, sides: list[Any], dims: Any, out_dims: Any, *more: Any) -> Any:
     """Multiplies sides that are sharded in one dimension; None if it is not the same one.
 
-    Args:
-        func: the op.
-        sides: what it multiplies.
-        dims: names of the dimensions of each side; what has another size there is repeated.
-        out_dims: those of the result; over the others it sums.
-        more: further arguments.
+    Dimensions are known by names; what has another size there is repeated, and those that
+    the result does not have are summed over.
     """
     pairs = [*zip(sides, dims, strict=True)]
     found = [(side.rows, d[side.dim_]) for side, d in pairs if type(side) is DistTensor]
@@ -337,13 +280,9 @@ def add_product(func: Any, args: Any, kwargs: Any) -> Any:
             return DistTensor(
                 computed(func, plain(bias), a.local, b, **kwargs), a.rows, 0
             )
-    beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
-    op = aten.mm.default if func is aten.addmm.default else aten.bmm.default
-    out = product(op, (a, b), {})
-    return (out if alpha == 1 else out * alpha) + (bias if beta == 1 else bias * beta)
+    return decomposed(func, args, kwargs)
 
 
-aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's reductions of losses
 
 
@@ -363,55 +302,10 @@ def nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(aten.nll_loss_backward.default)
 def nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the gradient of `nll_loss`."""
-    g, x, y, w, reduction, ignore, weight = args
+    g, x, y, *how = args
     rows = x.rows if type(x) is DistTensor else y.rows
-    own = [local_at(t, rows, 0) for t in (x, y)]
-    g = meeting(g, rows, 1)
-    if reduction == MEAN:
-        g, reduction = g / weight, SUM
-    return DistTensor(func(g, *own, w, reduction, ignore, weight), rows)
-
-
-def _loss(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes a loss of each element, and its sum or mean over all; or the gradient of this."""
-    args = bound(func, args, kwargs)
-    names = [a.name for a in func._schema.arguments]
-    at, back = names.index("reduction"), names[0] == "grad_output"
-    like = next(a for a in args if type(a) is DistTensor)
-    right, rows = like.dim() - like.dim_, like.rows
-    own = [meeting(a, rows, right) if isinstance(a, Tensor) else a for a in args]
-    shapes = [a.shape for a in args if isinstance(a, Tensor)]
-    count = math.prod(torch.broadcast_shapes(*shapes))
-    reduction = own[at]
-    if not back:
-        own[at] = NONE
-    elif reduction == MEAN:
-        own[0], own[at] = own[0] / count, SUM
-    out = func(*own)
-    if back or reduction == NONE:
-        return DistTensor(out, rows, out.dim() - right)
-    total = over_ranks(out.sum(), rows.mesh)
-    return total / count if reduction == MEAN else total
-
-
-rule(
-    aten.mse_loss,
-    aten.mse_loss_backward,
-    aten.smooth_l1_loss,
-    aten.smooth_l1_loss_backward,
-    aten.huber_loss,
-    aten.huber_loss_backward,
-    aten.binary_cross_entropy,
-    aten.binary_cross_entropy_backward,
-    aten.binary_cross_entropy_with_logits,
-    aten.soft_margin_loss,
-    aten.soft_margin_loss_backward,
-)(_loss)
-
-
-def _over_rows(x: Tensor, rows: Any) -> Tensor:
-    """Sums own rows `[n_i, f, ...]` over all but dimension 1, and over the ranks."""
-    return over_ranks(x.sum([0, *range(2, x.dim())]), rows.mesh)
+    own = [meeting(g, rows, 1), *(local_at(t, rows, 0) for t in (x, y))]
+    return DistTensor(func(*own, *how), rows)
 
 
 @rule(
@@ -422,28 +316,23 @@ def _over_rows(x: Tensor, rows: Any) -> Tensor:
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Normalises by the mean and variance of all rows."""
     if func is aten._native_batch_norm_legit.no_stats:
-        x, w, b, training, momentum, eps = args
-        mean = var = None
-    else:
-        x, w, b, mean, var, training, momentum, eps = args
+        args = *args[:3], None, None, *args[3:]
+    x, w, b, mean, var, training, momentum, eps = args
     if type(x) is not DistTensor or x.dim_ == 1:
         return whole.apply(func, args, kwargs)
-    if not training:
-        out, *rest = aten.native_batch_norm(
-            x.local, w, b, mean, var, False, momentum, eps
-        )
-        return DistTensor(out, x.rows, x.dim_), *rest
-    local, n = _wide(x.local), x.numel() // max(x.size(1), 1)
-    shape = [1, -1, *[1] * (local.dim() - 2)]
-    middle = _over_rows(local, x.rows) / n
-    square = _over_rows((local - middle.view(shape)).square(), x.rows)
-    if mean is not None and var is not None:
-        mean.mul_(1 - momentum).add_(middle, alpha=momentum)
-        var.mul_(1 - momentum).add_(square / (n - 1), alpha=momentum)
-    w, b = (t if t is None else t.to(local.dtype) for t in (w, b))
-    var = square / n
-    out = aten.native_batch_norm(local, w, b, middle, var, False, momentum, eps)[0]
-    return DistTensor(out.to(x.dtype), x.rows, x.dim_), middle, (var + eps).rsqrt()
+    local, found = x.local, None
+    if training:
+        local, n = _wide(local), x.numel() // max(x.size(1), 1)
+        dims = [0, *range(2, x.dim())]
+        every = DistTensor(local, x.rows, x.dim_)
+        spread, middle = torch.var_mean(every, dims, correction=0)
+        if mean is not None and var is not None:
+            mean.mul_(1 - momentum).add_(middle, alpha=momentum)
+            var.mul_(1 - momentum).add_(spread * n / (n - 1), alpha=momentum)
+        w, b = (t if t is None else t.to(local.dtype) for t in (w, b))
+        mean, var, found = middle, spread, (middle, (spread + eps).rsqrt())
+    out, *kept = aten.native_batch_norm(local, w, b, mean, var, False, momentum, eps)
+    return DistTensor(out.to(x.dtype), x.rows, x.dim_), *(found or kept)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -481,48 +370,6 @@ def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
         gw.to(kind) if mask[1] else None,
         gb.to(kind) if mask[2] else None,
     )
-
-
-# operands of ops of rows and plain weights that have a row for each of the result's
-_OF_ROWS = {
-    aten.convolution: (0,),
-    aten.convolution_backward: (1, 0),
-    aten.native_group_norm: (0,),
-    aten.native_group_norm_backward: (1, 0, 2, 3),
-    aten.native_layer_norm: (0,),
-    aten.native_layer_norm_backward: (1, 0, 3, 4),
-}
-
-
-@rule(*_OF_ROWS)
-def with_weights(func: Any, args: Any, kwargs: Any) -> Any:
-    """Convolves or normalises each row; the gradients of weights are sums over rows."""
-    args = bound(func, args, kwargs)
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=True))
-    at = _OF_ROWS[func.overloadpacket]
-    like = next((args[i] for i in at if type(args[i]) is DistTensor), None)
-    others = [a for i, a in enumerate(args) if i not in at]
-    apart = any(isinstance(a, (DistTensor, PartialSum)) for a in others)
-    if like is None or apart:
-        return whole.apply(func, args, kwargs)
-    rows, d = like.rows, like.dim_
-    mixed = len(given.get("normalized_shape", like.shape[1:]))
-    if d >= like.dim() - mixed:
-        return whole.apply(func, args, kwargs)
-    own = [local_at(a, rows, d) if i in at else a for i, a in enumerate(args)]
-    if "N" in given:
-        own[list(given).index("N")] = like.local.size(0)
-    found = func(*own)
-    if "output_mask" in given:
-        wanted = given["output_mask"]
-        return (
-            DistTensor(found[0], rows, d) if wanted[0] else None,
-            summed_over_ranks(found[1], rows.mesh) if wanted[1] else None,
-            summed_over_ranks(found[2], rows.mesh) if wanted[2] else None,
-        )
-    if isinstance(found, Tensor):
-        return DistTensor(found, rows, d)
-    return tuple(DistTensor(f, rows, d) for f in found)
 
 
 @rule(aten.bernoulli_.float)
