@@ -51,7 +51,7 @@ def steps(options: argparse.Namespace) -> list[list[str]]:
             ids = drawn.clone()  # a route stays with its tensor
             if name == ROUTED:
                 plan = plan_ids([ids], routed.rows, mesh.world)[0]
-                _ = plan.owner_slots
+                _ = plan.asked
                 attach_route(ids, plan, routed.rows)
             collectives.barrier(mesh.world)
             before, start = mesh.ledger.bytes(), time.perf_counter()

@@ -49,6 +49,15 @@ class Latest(OrderedDict[Any, Any]):
             self.move_to_end(key)
         return super().get(key, default)
 
+    def made(self, key: Any, make: Callable[[], Any], *alive: Any) -> Any:
+        """Returns the value of a key, made if it is not kept.
+
+        Objects whose ids are in the key are to stay alive as long.
+        """
+        if key not in self:
+            self[key] = make(), alive
+        return self[key][0]
+
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(key, value)
         if len(self) > self._most:

@@ -22,7 +22,6 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh, given_mesh, latest_mesh
 from pyg_distcomm.graph.partition_data import listed_in_order, partition
 from pyg_distcomm.graph.partition_data_types import event_rows
-from pyg_distcomm.ops.id_plan import plan_ids
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 
@@ -206,9 +205,9 @@ class TemporalDataLoader(PygTemporalDataLoader):
             count, batch = batch.num_events, _cut_events(batch, mesh)
             rows = batch.src.rows
             for name, value in self._sharded.items():
-                plan = plan_ids([begin + rows.gid], value.rows, mesh.world)[0]
-                local = plan.to(value.device).gather(value.to_local())
-                batch[name] = DistTensor.wrap(local, rows)
+                ids = DistTensor((begin + rows.gid).to(value.device), rows)
+                found: Any = value[ids]
+                batch[name] = DistTensor.wrap(found.to_local(), rows)
             begin += count
             yield batch
 

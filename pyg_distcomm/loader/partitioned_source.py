@@ -274,7 +274,7 @@ class PartitionedSource:
             lists = [_part(out.node, key).long() for out in outs]
             plans = plan_ids(lists, rows, self.fetching.world)
             for routes, plan in zip(found, plans, strict=True):
-                _ = plan.owner_slots  # computed here, not in the training step
+                _ = plan.asked  # computed here, not in the training step
                 routes[key] = plan
         return found
 

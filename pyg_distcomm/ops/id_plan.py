@@ -3,7 +3,7 @@
 With ids v_1 .. v_k, sharded over the ranks, and x with a row for each node:
 
     gather   y_i = x[v_i]
-    scatter  x[v] += sum of y_i over i with v_i = v     (and maximum, minimum)
+    scatter  x[v] += sum of y_i over i with v_i = v     (and maximum, minimum, replacement)
 
 Each distinct row of another rank travels once, as in the halo of a layer, and the exchange is
 planned once for ids that do not change.
@@ -13,22 +13,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.rows import Rows, narrowed
-from pyg_distcomm.halo.halo import Halo, exchange
+from pyg_distcomm.halo.halo import Halo
 from pyg_distcomm.process import PROCESS
 
+_SUMMED = (torch.float32, torch.float64)
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(eq=False)
 class IdPlan:
     """Plans the exchange between the rows of all ranks and a list of ids on each rank.
+
+    Autograd does not record what it computes.
 
     Shapes (this rank; n own rows, h ghosts, k ids): slot [k], in 0 .. n+h-1.
     Price: h f words to gather or scatter at width f.
@@ -37,6 +42,8 @@ class IdPlan:
     halo: Halo
     slot: Tensor
     own: int
+    # the rows of a constant, by its number
+    _constant: tuple[int, Tensor | None] | None = field(default=None, init=False)
 
     @staticmethod
     def build(gid: Tensor, rows: Rows) -> IdPlan:
@@ -48,68 +55,138 @@ class IdPlan:
         if self.slot.device == device:
             return self
         moved = IdPlan(self.halo.to(device), self.slot.to(device), self.own)
-        if "owner_slots" in vars(self):  # made with the plan, not in a step
-            *slots, here = self.owner_slots
-            vars(moved)["owner_slots"] = *(s.to(device) for s in slots), here
+        if "asked" in vars(self):  # made with the plan, not in a step
+            vars(moved)["asked"] = tuple(part.to(device) for part in self.asked)
         return moved
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Returns the rows `[k, ...]` at the ids, of own rows `x` `[n, ...]`."""
-        if self.halo.silent:
-            return x.index_select(0, self.slot)
-        flat = x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
-        ghosts = exchange(flat, self.halo)
-        ghosts = ghosts.view(len(ghosts), *x.shape[1:])
-        slot = self.slot
+    def gather(self, x: Tensor, key: int | None = None) -> Tensor:
+        """Returns the rows `[k, ...]` at the ids, of own rows `x` `[n, ...]`.
+
+        The ghosts of a constant, known by its key, are kept from their second use on.
+        """
+        rest, (picked, slot) = x.shape[1:], self._read
+        flat = x.reshape(len(x), math.prod(rest))
+        if not self.halo.silent:
+            mine = flat if picked is None else flat.index_select(0, picked)
+            flat = self._with_ghosts(flat, mine, key)
+        return _rows_at(flat, slot).view(len(slot), *rest)
+
+    @cached_property
+    def _read(self) -> tuple[Tensor | None, Tensor]:
+        """The own rows that a table needs, and where each id is in it; None needs all."""
+        if self.halo.silent or 2 * len(self.slot) >= self.own:
+            return None, self.slot
         # a copy of all own rows would cost more than the ids
-        if 2 * len(slot) < len(x):
-            here = slot < self.own
-            x, order = x.index_select(0, slot[here]), torch.empty_like(slot)
-            order[here] = torch.arange(len(x), device=slot.device)
-            order[~here] = slot[~here] - self.own + len(x)
-            slot = order
-        return torch.cat([x, ghosts]).index_select(0, slot)
+        here = self.slot < self.own
+        picked = self.slot[here]
+        slot = self.slot - self.own + len(picked)
+        slot[here] = torch.arange(len(picked), device=slot.device)
+        return picked, slot
+
+    def _with_ghosts(self, x: Tensor, mine: Tensor, key: int | None) -> Tensor:
+        """Returns own rows, or some of them, and the ghosts of `x`."""
+        last, kept = self._constant or (None, None)
+        if key is not None and last == key and kept is not None:
+            return torch.cat([mine, kept])
+        first = len(mine)
+        table = x.new_empty((first + self.halo.num_ghosts, x.size(1)))
+        arrive = self.halo.begin(_wire(x), _wire(table[first:]))
+        table[:first] = mine
+        arrive()
+        if key is not None:
+            self._constant = key, table[first:].clone() if last == key else None
+        return table
+
+    @property
+    def count(self) -> int:
+        """The number of own rows and ghosts."""
+        return self.own + self.halo.num_ghosts
+
+    def sum(self, src: Tensor) -> Tensor:
+        """Returns the sums `[n, ...]` of rows `[k, ...]` by id, at the owners."""
+        rest = src.shape[1:]
+        flat = src.reshape(len(src), math.prod(rest))
+        if flat.dtype in _SUMMED and len(flat):
+            table = kernels.spmm(*self._sorted, None, flat.contiguous())
+        else:
+            table = flat.new_zeros((self.count, flat.size(1)))
+            table.index_add_(0, self.slot, flat)
+        if self.halo.silent:
+            return table.view(self.own, *rest)
+        arrive = self.halo.begin_transpose(table[self.own :].contiguous())
+        return arrive(table[: self.own].contiguous()).view(self.own, *rest)
+
+    def extreme(self, src: Tensor, op: str) -> Tensor:
+        """Returns the maxima or minima `[n, ...]` of rows by id ("amax", "amin").
+
+        Rows that no id names hold the identity.
+        """
+        if op == "amin" and src.dtype.is_floating_point:
+            return -self.extreme(-src, "amax")
+        empty, rest = reduction_identity(src.dtype, op), src.shape[1:]
+        flat = src.reshape(len(src), math.prod(rest)).contiguous()
+        if src.dtype in _SUMMED and len(src):
+            rowptr, perm = self._sorted
+            table = kernels.segment_max(rowptr, perm, flat)
+            table.masked_fill_((rowptr.diff() == 0).unsqueeze(1), empty)
+        else:
+            table = flat.new_full((self.count, flat.size(1)), empty)
+            _reduce_at(table, self.slot, flat, op)
+        own, halo = table[: self.own], self.halo
+        if not halo.silent:
+            halo.tell("back", flat)
+            sides = halo.recv_counts, halo.send_counts, halo.axis
+            sent = table[self.own :].contiguous()
+            came = collectives.all_to_all(sent, *sides, "halo_reduce", halo.most).wait()
+            _reduce_at(own, halo.send_slot, came, op)
+        return own.view(self.own, *rest)
+
+    def put(self, out: Tensor, src: Tensor, at: Tensor) -> None:
+        """Writes rows `[k, ...]` to the rows of their ids, `out`; of several the last stays.
+
+        Which one is last is told by the place of each id among those of all ranks, `at`.
+        """
+        wins = beside(self.gather(self.extreme(at, "amax")) == at, src.dim())
+        src = src.to(torch.uint8) if src.dtype == torch.bool else src
+        total = self.sum(torch.where(wins, src, torch.zeros_like(src)))
+        out.copy_(torch.where(beside(self.hit, out.dim()), total.to(out.dtype), out))
+
+    @cached_property
+    def hit(self) -> Tensor:
+        """Whether any id names each own row, `[n]`."""
+        found = torch.zeros(self.count, dtype=torch.bool, device=self.slot.device)
+        found[self.slot] = True
+        found = found[: self.own].clone()
+        found[self.halo.send_slot] = True
+        return found
+
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor]:
+        arange = torch.arange(len(self.slot), device=self.slot.device)
+        rowptr, col, _ = kernels.coo_to_csr(self.slot, arange, self.count)
+        return rowptr, col
 
     @cached_property  # of the ids alone: made with the plan, it is not made in a step
-    def owner_slots(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Returns the slots of sums at the owners of ids; see `owner_sums`.
-
-        The own rows that this rank asks for, ascending, and the place of each id among them,
-        those of ghosts after; then the same of what comes from all ranks, in their order.
-        """
-        own, place = torch.unique(self.slot, return_inverse=True)
-        here = int(torch.searchsorted(own, self.own))
-        halo, rank = self.halo, self.halo.axis.rank
-        if halo.silent:
-            return own[:here], place, own[:0], here
-        before = sum(halo.send_counts[:rank])
-        every = [halo.send_slot[:before], own[:here], halo.send_slot[before:]]
-        slot, where = torch.unique(torch.cat(every), return_inverse=True)
-        return slot, place, where, here
+    def asked(self) -> tuple[Tensor, IdPlan]:
+        """The own rows that any rank asks for, ascending, and the plan for these alone."""
+        here, halo = self.slot < self.own, self.halo
+        named = torch.cat([self.slot[here], halo.send_slot])
+        rows, where = torch.unique(named, return_inverse=True)
+        slot, count = self.slot - self.own + len(rows), int(here.sum())
+        slot[here], sent = where[:count], where[count:]
+        halo = replace(halo, send_slot=sent, num_local=len(rows))
+        plan = IdPlan(halo, slot, len(rows))
+        _ = plan._sorted
+        return rows, plan
 
     def owner_sums(self, g: Tensor) -> tuple[Tensor, Tensor]:
         """Sends rows `[k, f]` to the owners of the ids, and sums them there.
 
-        Rows that one rank has for an id are added first, then those of ranks in their order.
-
         Returns:
             The own rows that any rank asked for, ascending [u], and their sums [u, f].
         """
-        slot, place, where, here = self.owner_slots
-        halo = self.halo
-        count = here + halo.num_ghosts
-        mine = g.new_zeros((count, g.size(1))).index_add_(0, place, g)
-        if halo.silent:
-            return slot, mine
-        own, ghosts = mine[:here], mine[here:]
-        sides = halo.recv_counts, halo.send_counts, halo.axis
-        came = collectives.all_to_all(ghosts, *sides, "halo_reduce", halo.most).wait()
-        before = sum(halo.send_counts[: halo.axis.rank])
-        sums = g.new_zeros((len(slot), g.size(1)))
-        first, last = before, before + here
-        sums.index_add_(0, where[:first], came[:before])
-        sums.index_add_(0, where[first:last], own)
-        return slot, sums.index_add_(0, where[last:], came[before:])
+        rows, plan = self.asked
+        return rows, plan.sum(g)
 
 
 def plan_ids(
@@ -132,12 +209,19 @@ def plan_ids(
         IndexError: on all ranks, if one has a problem.
     """
     mesh, m = rows.mesh, len(lists)
-    asks = [_IdRequest.of(gid.cpu(), rows) for gid in lists]
-    counts = torch.stack([ask.counts for ask in asks], 1) if asks else None
-    if counts is None or mesh.size == 1:
+    asks = [_request(gid.cpu(), rows) for gid in lists]
+
+    def plan(i: int, asked: Tensor, send_counts: list[int], most: int) -> IdPlan:
+        ghost, counts, slot = asks[i]
+        sides = ghost, counts.tolist(), asked, send_counts, rows.place
+        halo = Halo.of_requests(*sides, rows.mesh.world, most)
+        return IdPlan(halo, slot, len(rows))
+
+    if not asks or mesh.size == 1:
         if problem is not None:
             raise IndexError(problem)
-        return [ask.plan(rows, ask.ghost, [0], 0) for ask in asks]
+        return [plan(i, ask[0], [0], 0) for i, ask in enumerate(asks)]
+    counts = torch.stack([ask[1] for ask in asks], 1)
     most = counts.max(0).values.expand(mesh.size, m)
     flag = torch.full((mesh.size, 1), int(problem is not None))
     ones, table = [1] * mesh.size, torch.cat([counts, most, flag], 1)
@@ -146,55 +230,29 @@ def plan_ids(
         collectives.agree(problem, axis, IndexError)
     theirs = came[:, :m]
     sent, coming = counts.sum(1).tolist(), theirs.sum(1).tolist()
-    split = [ask.ghost.split(ask.counts.tolist()) for ask in asks]
+    split = [ghost.split(each.tolist()) for ghost, each, _ in asks]
     ids = torch.cat([part for peer in zip(*split, strict=True) for part in peer])
     ids = narrowed(ids, rows.count)
     asked = collectives.all_to_all(ids, sent, coming, axis, "plan").wait().long()
     parts = asked.split(theirs.reshape(-1).tolist())
     widest = came[:, m : 2 * m].max(0).values.tolist()
     return [
-        ask.plan(rows, torch.cat(parts[i::m]), theirs[:, i].tolist(), widest[i])
-        for i, ask in enumerate(asks)
+        plan(i, torch.cat(parts[i::m]), theirs[:, i].tolist(), widest[i])
+        for i in range(m)
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class _IdRequest:
-    """Holds the distinct ids of one list that other ranks own, by owner."""
-
-    ghost: Tensor
-    counts: Tensor
-    slot: Tensor
-
-    @staticmethod
-    def of(gid: Tensor, rows: Rows) -> _IdRequest:
-        mesh, owners = rows.mesh, rows.owners
-        owner = owners.owner_of(gid)
-        away = owner != mesh.rank
-        slot = torch.empty_like(gid)
-        slot[~away] = torch.searchsorted(rows.place, gid[~away])
-        ghost, where = torch.unique(gid[away], return_inverse=True)
-        ghost_owner = owners.owner_of(ghost)
-        order = torch.argsort(ghost_owner, stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        slot[away] = place[where] + len(rows)
-        counts = torch.bincount(ghost_owner, minlength=mesh.size)
-        return _IdRequest(ghost[order], counts, slot)
-
-    def plan(
-        self, rows: Rows, asked: Tensor, send_counts: list[int], most: int
-    ) -> IdPlan:
-        halo = Halo.of_requests(
-            self.ghost,
-            self.counts.tolist(),
-            asked,
-            send_counts,
-            rows.place,
-            rows.mesh.world,
-            most,
-        )
-        return IdPlan(halo, self.slot, len(rows))
+def _request(gid: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the distinct ids of other ranks, by owner, their numbers, and slots of all."""
+    owner = rows.owners.owner_of(gid)
+    away, slot = owner != rows.mesh.rank, torch.empty_like(gid)
+    slot[~away] = torch.searchsorted(rows.place, gid[~away])
+    total = max(rows.count, 1)
+    named = owner[away] * total + gid[away]  # in the order of owners, then of ids
+    named, where = torch.unique(named, return_inverse=True)
+    slot[away] = where + len(rows)
+    counts = torch.bincount(named // total, minlength=rows.mesh.size)
+    return named % total, counts, slot
 
 
 def attach_route(ids: Tensor, plan: IdPlan, rows: Rows) -> None:
@@ -212,6 +270,36 @@ def route_of(ids: Tensor, rows: Rows) -> IdPlan | None:
     if found is None or ids._version != found[0] or not found[2].same_as(rows):
         return None
     return found[1]
+
+
+def beside(x: Tensor, dim: int) -> Tensor:
+    """Returns numbers `[n]` as `[n, 1, ...]`, with `dim` dimensions."""
+    return x.view(-1, *[1] * (dim - 1))
+
+
+def _reduce_at(x: Tensor, index: Tensor, rows: Tensor, op: str) -> None:
+    """Updates maxima or minima `[n, f]` by rows `[k, f]` at an index."""
+    x.scatter_reduce_(0, index.view(-1, 1).expand_as(rows), rows, op)
+
+
+def _wire(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype == torch.bool else x
+
+
+def _rows_at(x: Tensor, index: Tensor) -> Tensor:
+    """Returns `x[index]`, by the package's kernel where it has one."""
+    if x.dtype in _SUMMED and x.size(1) > 1:
+        return kernels.gather_rows(x.contiguous(), index)
+    return x.index_select(0, index)
+
+
+def range_error(ids: Tensor, count: int) -> str | None:
+    """Returns the error of ids `[k]` of which a tensor has no row; None if there is none."""
+    low, high = ids.aminmax() if len(ids) else (0, -1)
+    if low >= -count and high < count:
+        return None
+    bad = int(low if low < -count else high)
+    return f"index {bad} is out of range for a tensor of {count} rows"
 
 
 def reduction_identity(dtype: torch.dtype, op: str) -> float:

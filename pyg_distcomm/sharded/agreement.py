@@ -27,6 +27,7 @@ from pyg_distcomm.comm.consistency import comparer_of, digest
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
+from pyg_distcomm.ops.id_plan import range_error
 from pyg_distcomm.process import PROCESS
 
 _KINDS = 8192  # of ops and operands that are remembered
@@ -40,19 +41,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @dataclass(slots=True)
 class _Facts:
-    """Holds what the ranks of a mesh know of a plain tensor, while it exists.
+    """Holds what the ranks of a mesh know of a plain tensor, while it exists."""
 
-    Args:
-        compared: whether they have compared it, as a parameter.
-        version: how often ops had written to it when one last read it beside constants.
-        same: whether it is the same on all; None if that is unknown.
-        wrapper: a reference to the DistributedDataParallel that reads its gradient.
-    """
-
-    compared: bool = False
-    version: int | None = None
-    same: bool | None = None
-    wrapper: Any = None
+    compared: bool = False  # as a parameter
+    version: int | None = None  # when an op last read it beside constants
+    same: bool | None = None  # on all ranks; None if that is unknown
+    wrapper: Any = None  # a reference to the DistributedDataParallel of its gradient
 
 
 def _facts(mesh: Any) -> Any:
@@ -79,10 +73,12 @@ def _compares(mesh: Any) -> bool:
     return mesh.size > 1 and mesh.check != "never" and isinstance(mesh, Mesh)
 
 
-def _compared(mesh: Mesh) -> Latest:
-    """Returns what has been compared in a mesh, by op and kinds of operands."""
-    found: Latest = mesh.sharded.setdefault("compared", Latest(_KINDS))
-    return found
+def _is_new(mesh: Any, kind: Any, always: bool = False) -> bool:
+    """Tells whether ranks have not compared what is of a kind, or are to do so always."""
+    if not _compares(mesh):
+        return False
+    known = mesh.sharded.setdefault("compared", Latest(_KINDS))
+    return not known.get(kind) or (always and mesh.check == "always")
 
 
 def compare_plain(x: Tensor, mesh: Any) -> None:
@@ -91,26 +87,22 @@ def compare_plain(x: Tensor, mesh: Any) -> None:
     One that was compared in the same op, of the same shape and type, stands for it, unless
     `init(check="always")`.
     """
-    if not _compares(mesh):
+    kind = PROCESS.op, in_backward(), x.dtype, x.shape
+    if not _is_new(mesh, kind, always=True):
         return
-    backward, known = in_backward(), _compared(mesh)
-    kind = PROCESS.op, backward, x.dtype, x.shape
-    if known.get(kind) and mesh.check == "first":
-        return
-    known[kind] = True
-    name = name_of(PROCESS.op)
-    if not backward:
-        comparer_of(mesh).check(x.detach(), name)
-        return
-    with torch.no_grad():
-        try:
-            comparer_of(mesh).check(x.detach(), f"backward of {name}")
-        except ValueError as error:
-            raise ValueError(
-                "call torch.manual_seed with the same number on all ranks before the model is "
-                "made, and draw alike: the gradient of a plain tensor, such as pooled rows, "
-                f"of shape {list(x.shape)} differs between ranks"
-            ) from error
+    mesh.sharded["compared"][kind] = True
+    backward = "backward of " if in_backward() else ""
+    try:
+        with torch.no_grad():
+            comparer_of(mesh).check(x.detach(), backward + name_of(PROCESS.op))
+    except ValueError as error:
+        if not backward:
+            raise
+        raise ValueError(
+            "call torch.manual_seed with the same number on all ranks before the model is "
+            "made, and draw alike: the gradient of a plain tensor, such as pooled rows, "
+            f"of shape {list(x.shape)} differs between ranks"
+        ) from error
 
 
 def compare_call(mesh: Any, *operands: Any, name: str | None = None) -> None:
@@ -118,24 +110,16 @@ def compare_call(mesh: Any, *operands: Any, name: str | None = None) -> None:
 
     An op compares what it sends, or selects by, when this rank first meets it with such
     operands. A rank that has met it before does not compare; one that has not then waits
-    until its deadline. Nothing is compared in a backward pass.
-
-    Args:
-        mesh: the ranks.
-        operands: tensors, compared by type and shape, of which the number of sharded rows
-            may change; numbers; None is left out.
-        name: what this rank calls; None is the op that it computes.
+    until its deadline. Nothing is compared in a backward pass, nor the number of rows.
     """
-    if not _compares(mesh):
+    if mesh.size == 1 or in_backward():
         return
-    known = _compared(mesh)
-    call = (name or PROCESS.op, *[_kind(x) for x in operands if x is not None])
-    if known.get(call) or in_backward():
-        return
-    given = [x for x in operands if isinstance(x, Tensor)]
-    told = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in given]
-    comparer_of(mesh).check_call(name or name_of(PROCESS.op), told)
-    known[call] = True
+    call = name or PROCESS.op, *[_kind(x) for x in operands]
+    if _is_new(mesh, call):
+        given = [x for x in operands if isinstance(x, Tensor)]
+        told = [f"{x.dtype}{list(x.shape)}".removeprefix("torch.") for x in given]
+        comparer_of(mesh).check_call(name or name_of(PROCESS.op), told)
+        mesh.sharded["compared"][call] = True
 
 
 def _kind(x: Any) -> Any:
@@ -174,28 +158,29 @@ def compare_weights(args: Any, mesh: Any, func: Any = None) -> None:
         new = facts is None or not facts.compared
         if not (new or is_factor) or in_backward():
             continue
-        if new:
-            _compare_parameter(base, x, mesh)
+        if new and isinstance(mesh, Mesh) and type(base) in _PLAIN:
+            frozen = type(base) is torch.nn.Parameter and not base.requires_grad
+            if base.grad_fn is not None and x.requires_grad:
+                _compare_computed(base, mesh)
+            elif base.is_leaf and (x.requires_grad or frozen):
+                _compare_leaf(base, mesh)
         if is_factor:
             with _of_a_weight():
                 compare_plain(x, mesh)
 
 
-def _compare_parameter(base: Tensor, x: Tensor, mesh: Any) -> None:
-    """Compares the parameter that a plain tensor is, or of which it is a view."""
-    frozen = type(base) is torch.nn.Parameter and not base.requires_grad
-    if not isinstance(mesh, Mesh) or type(base) not in _PLAIN:
+def _compare_leaf(leaf: Tensor, mesh: Mesh) -> None:
+    """Takes rank 0's values of a parameter, or compares a frozen one; once."""
+    facts = _facts_of(leaf, mesh)
+    if facts.compared:
         return
-    if base.grad_fn is not None and x.requires_grad:
-        _compare_computed(base, mesh)
-    elif base.is_leaf and (x.requires_grad or frozen):
-        _check_whole(base)
-        _facts_of(base, mesh).compared = True
-        if not frozen:
-            comparer_of(mesh).sync_from_rank0(base)
-        elif mesh.check != "never":
-            with _of_a_weight():
-                comparer_of(mesh).check(base.detach(), name_of(PROCESS.op))
+    _check_whole(leaf)
+    facts.compared = True
+    if leaf.requires_grad:
+        comparer_of(mesh).sync_from_rank0(leaf)
+    elif mesh.check != "never":
+        with _of_a_weight():
+            comparer_of(mesh).check(leaf.detach(), name_of(PROCESS.op))
 
 
 @contextlib.contextmanager
@@ -221,11 +206,7 @@ _PRODUCTS = {
 
 
 def _check_whole(x: Tensor) -> None:
-    """Raises if FSDP shards a parameter, or frees it after use.
-
-    Raises:
-        TypeError: on all ranks.
-    """
+    """Raises a TypeError on all ranks if FSDP shards a parameter, or frees it after use."""
     if hasattr(x, "_fsdp_flattened"):
         raise _sharded_by_torch("FullyShardedDataParallel")
     home: Any = sys.modules.get("torch.distributed._composable_state")
@@ -246,12 +227,11 @@ def _sharded_by_torch(what: str) -> TypeError:
 
 def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     """Compares a value computed from parameters, and these, when its kind is first met."""
-    known = mesh.sharded.setdefault("computed", Latest(_KINDS))
     made: Any = x.grad_fn
     kind = PROCESS.op, made.name(), x.shape, x.dtype
-    if known.get(kind) or mesh.check == "never":
+    if not _is_new(mesh, kind):
         return
-    known[kind] = True
+    mesh.sharded["compared"][kind] = True
     todo, met = [x.grad_fn], set()
     while todo:
         node = todo.pop()
@@ -260,11 +240,7 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
         met.add(node)
         leaf: Any = getattr(node, "variable", None)
         if type(leaf) in _PLAIN:
-            _check_whole(leaf)
-            facts = _facts_of(leaf, mesh)
-            if not facts.compared:
-                facts.compared = True
-                comparer_of(mesh).sync_from_rank0(leaf)
+            _compare_leaf(leaf, mesh)
         todo += [next_node for next_node, _ in node.next_functions]
     comparer_of(mesh).sync_from_rank0(x)
 
@@ -325,14 +301,8 @@ def check_written(args: Any, mesh: Any) -> None:
     """Raises on all ranks if a plain tensor that an op reads was written on some ranks only.
 
     What is kept for its content would be found on the others alone. Nothing is sent where
-    nobody has written, or where all ranks have met what it holds.
-
-    Args:
-        args: plain operands, with whether what each holds is new to this rank.
-        mesh: the ranks.
-
-    Raises:
-        ValueError: naming the tensor.
+    nobody has written, or where all ranks have met what it holds: each operand comes with a
+    function that tells whether that is new to this rank.
     """
     for x, is_new in args:
         facts = _facts_of(x, mesh)
@@ -370,9 +340,6 @@ def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
     """Raises on all ranks if plain ids differ between ranks, or are out of range; collective.
 
     Price: two words of each rank.
-
-    Raises:
-        IndexError, ValueError: saying which.
     """
     flat = ids.detach().reshape(-1).cpu().long()
     told = (
@@ -386,10 +353,8 @@ def compare_ids(ids: Tensor, count: int, mesh: Any) -> None:
             f"{_PLAIN_IDS}, but the ranks gave lists that differ (lengths "
             f"{[length for length, _ in marks]})"
         )
-    low, high = flat.aminmax() if len(flat) else (0, -1)
-    if low < -count or high >= count:
-        bad = int(low if low < -count else high)
-        raise IndexError(f"index {bad} is out of range for a tensor of {count} rows")
+    if (problem := range_error(flat, count)) is not None:
+        raise IndexError(problem)
 
 
 def explain(op: Any, args: Any, kwargs: Any, error: Exception) -> NoReturn:

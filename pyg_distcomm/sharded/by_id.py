@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.ops.id_plan import reduction_identity
+from pyg_distcomm.ops.id_plan import beside, reduction_identity
 from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import compare_call, compare_plain, in_backward
 from pyg_distcomm.sharded.constants import key_of
@@ -24,7 +24,6 @@ from pyg_distcomm.sharded.dist_tensor import (
 from pyg_distcomm.sharded.ids import (
     Ids,
     back,
-    beside,
     chosen,
     front,
     ids_of,
@@ -32,7 +31,7 @@ from pyg_distcomm.sharded.ids import (
     plain_ids,
 )
 from pyg_distcomm.sharded.partial import over_ranks, plain, summed_over_ranks
-from pyg_distcomm.sharded.pointwise import meeting
+from pyg_distcomm.sharded.pointwise import alone, decomposed, meeting
 from pyg_distcomm.sharded.views import space_of
 
 aten = torch.ops.aten
@@ -97,14 +96,10 @@ def index(func: Any, args: Any, kwargs: Any) -> Any:
         found = _by_several(x, given)
         if found is not None:
             return found
-    if (
-        type(x) is DistTensor
-        and x.dim_ not in used
-        and not any(type(given[i]) is DistTensor for i in used)
-        and used == list(range(first, first + len(used)))
-        and x.dim_ < first
-    ):
-        return DistTensor(func(x.local, given), x.rows, x.dim_)
+    if type(x) is DistTensor and x.dim_ < first:
+        plain_ones = not any(type(given[i]) is DistTensor for i in used)
+        if plain_ones and used == list(range(first, first + len(used))):
+            return DistTensor(func(x.local, given), x.rows, x.dim_)
     return whole.apply(func, args, kwargs)
 
 
@@ -126,15 +121,17 @@ def _by_one_index(func: Any, x: Any, d: int, v: Any, args: Any) -> Any:
             return whole.apply(func, args, {})
         dim = x.dim_ if x.dim_ < d else x.dim_ + v.dim() - 1
         return DistTensor(func(x.local, args[1]), x.rows, dim)
-    sharded = type(x) is DistTensor
-    if v.dim() == 1 and (sharded or v.rows.mesh.local_sizes):
+    if v.dim() == 1 and (type(x) is DistTensor or v.rows.mesh.local_sizes):
         return index_select(aten.index_select.default, (x, d, v), {})
-    if not sharded:  # plain rows, of which those that no id reads may be new memory
+    if type(x) is not DistTensor:
+        # plain rows, of which those that no id reads may be new memory
         return DistTensor(func(plain(x), [None] * d + [v.local]), v.rows, d + v.dim_)
-    if type(v) is not DistTensor or d:
+    if type(v) is not DistTensor:
+        shape = *x.shape[:d], *v.shape, *x.shape[d + 1 :]
+        return x.index_select(d, v.reshape(-1)).view(shape).clone()  # not a view
+    if d:
         return whole.apply(func, args, {})
-    ids = Ids(v.local.reshape(-1), v.rows)
-    found = ids.exchange(x.rows).gather(front(x))
+    found = Ids(v.local.reshape(-1), v.rows).exchange(x.rows).gather(front(x))
     return DistTensor(found.view(*v.local.shape, *found.shape[1:]), v.rows, v.dim_)
 
 
@@ -164,8 +161,7 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
             given = given[tuple(slice(s) for s in (None, *width))]
         return back(ids.exchange(x.rows).gather(given), v.rows, d)
     if type(x) is DistTensor:
-        own = local_at(v, x.rows, x.dim_)
-        return DistTensor(func(x.local, d, own, *args[3:]), x.rows, x.dim_)
+        return alone(func, args, kwargs)
     x = plain(x)
     if d == v.dim_:
         if in_backward():  # the gradient of pooled rows, of which all are read
@@ -180,16 +176,9 @@ def gather(func: Any, args: Any, kwargs: Any) -> Any:
 def embedding(func: Any, args: Any, kwargs: Any) -> Any:
     """Reads rows of a table by ids."""
     weight, v = args[:2]
-    if type(v) is not DistTensor:
-        found = index_select(aten.index_select.default, (weight, 0, v.reshape(-1)), {})
-        return (
-            aten.view.default(found, [*v.shape, weight.size(1)])
-            if v.dim() != 1
-            else found
-        )
-    if type(weight) is DistTensor:
-        return _by_one_index(aten.index.Tensor, weight, 0, v, (weight, [v]))
-    return DistTensor(func(weight, v.local, *args[2:], **kwargs), v.rows, v.dim_)
+    if type(v) is DistTensor and type(weight) is not DistTensor:
+        return DistTensor(func(weight, v.local, *args[2:], **kwargs), v.rows, v.dim_)
+    return _by_one_index(aten.index.Tensor, weight, 0, v, (weight, [v]))
 
 
 @rule(aten.masked_select.default)
@@ -221,7 +210,7 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
     compare_call(_mesh_of(x, v, src), x, v)
     given = [t for t in (x, v, src) if type(t) is DistTensor]
     if all(t.dim_ != d for t in given):
-        return _row_by_row(func, args, kwargs, given[0])
+        return alone(func, args, kwargs)
     name, op = func._schema.name, args[4] if len(args) > 4 else "sum"
     if "index_add" not in name:  # torch takes a corner of src, and of x
         wanted = src.shape if isinstance(src, Tensor) else v.shape
@@ -244,34 +233,10 @@ def scatter(func: Any, args: Any, kwargs: Any) -> Any:
     return _scatter(x, d, ids, src, op, mutable, include)
 
 
-def _row_by_row(func: Any, args: Any, kwargs: Any, like: DistTensor) -> Any:
-    """Scatters within each row."""
-    x, d, *rest = args
-    mutable, by_row = func._schema.is_mutable, "index_add" not in func._schema.name
-    if (mutable and type(x) is not DistTensor) or (
-        not by_row and type(rest[0]) is DistTensor
-    ):
-        return whole.apply(func, args, kwargs)
-    own = [
-        local_at(t, like.rows, like.dim_)
-        if isinstance(t, Tensor) and (i or by_row)
-        else t
-        for i, t in enumerate(rest)
-    ]
-    out = func(local_at(x, like.rows, like.dim_), d, *own, **kwargs)
-    if mutable:
-        changed(x)
-        return x
-    return DistTensor(out, like.rows, like.dim_)
-
-
 def _plain_ids_of(v: Tensor, d: int, rows: Rows) -> Ids | None:
     """Returns own ids of a plain index, also of one that repeats them in each column."""
-    spread = [k for k in range(v.dim()) if k != d and v.size(k) != 1]
-    if (
-        any(v.stride(k) for k in spread)
-        or v.size(d if v.dim() > 1 else 0) != rows.count
-    ):
+    spread = any(v.stride(k) for k in range(v.dim()) if k != d and v.size(k) != 1)
+    if spread or v.size(d if v.dim() > 1 else 0) != rows.count:
         return None
     if v.dim() > 1:
         if not v.numel():
@@ -285,14 +250,8 @@ def _scatter(
 ) -> Any:
     """Adds, reduces or writes rows by ids ("sum", "amax", "amin", "put").
 
-    Args:
-        x: what is written to, sharded or plain.
-        d: the dimension that ids are of.
-        ids: own ids.
-        source: a row for each own id; or a number, which is put.
-        op: what becomes of rows of one id; of those that are put the last one stays.
-        mutable: whether `x` is written in place.
-        include: whether what `x` holds takes part where an id names it.
+    The source has a row for each own id, or is a number to put; of rows that are put at one
+    id the last one stays. With `include`, what `x` holds there takes part.
     """
     sharded = type(x) is DistTensor
     start = front(x) if sharded else plain(x).movedim(d, 0)
@@ -310,7 +269,7 @@ def _scatter(
         further = torch.maximum if op == "amax" else torch.minimum
         total = further(start, total) if include else total
     if not include:
-        total = torch.where(plan.hit(start.dim()), total, start)
+        total = torch.where(beside(plan.hit, start.dim()), total, start)
     if not mutable:
         return back(total, x.rows, d) if sharded else total.movedim(0, d)
     start.copy_(total)
@@ -320,7 +279,7 @@ def _scatter(
 
 
 class _Everywhere:
-    """Scatters rows by ids to a table that every rank holds; see `IdExchange`.
+    """Scatters rows by ids to a table that every rank holds; see `IdPlan`.
 
     Of a chunk, whose edges into its nodes are all here, and of whose gradients all are parts,
     nothing travels.
@@ -350,10 +309,11 @@ class _Everywhere:
         best.scatter_reduce_(0, index, src, op)
         return best if self.here else over_ranks(best, self.mesh, op[1:])
 
-    def hit(self, dim: int) -> Tensor:
-        """Tells which rows any id names."""
+    @property
+    def hit(self) -> Tensor:
+        """Whether any id names each row."""
         ones = torch.ones(len(self.ids.local), device=self.ids.local.device)
-        return beside(self.sum(ones), dim) > 0
+        return self.sum(ones) > 0
 
 
 def _owners(ids: Ids, count: int) -> Rows | None:
@@ -407,30 +367,14 @@ def _written(x: DistTensor, local: Tensor, mutable: bool) -> DistTensor:
     return x
 
 
-@rule(
+rule(
     aten.index_copy.default,
     aten.index_copy_.default,
     aten.index_fill.int_Scalar,
     aten.index_fill.int_Tensor,
     aten.index_fill_.int_Scalar,
     aten.index_fill_.int_Tensor,
-)
-def index_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes rows, or one value, to the rows that ids name."""
-    x, d, v, value = args
-    found, mutable = None, func._schema.is_mutable
-    if type(x) is DistTensor:
-        compare_call(x.rows.mesh, x, v)
-        d %= max(x.dim(), 1)
-        fills = "index_fill" in func._schema.name
-        if d == x.dim_:
-            if not isinstance(value, Tensor):
-                value = torch.tensor(value, dtype=x.dtype, device=x.device)
-            found = _put_rows(x, d, v, value, False, mutable)
-        elif type(v) is not DistTensor:
-            own = plain(value) if fills else local_at(value, x.rows, x.dim_)
-            found = _written(x, func(x.local, d, v, own), mutable)
-    return whole.apply(func, args, kwargs) if found is None else found
+)(decomposed)  # writes to rows by ids
 
 
 def _put_rows(x: Any, d: int, v: Any, value: Any, add: bool, mutable: bool) -> Any:

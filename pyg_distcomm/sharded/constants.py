@@ -24,7 +24,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.agreement import check_written, is_same, note_same
-from pyg_distcomm.sharded.dist_tensor import DistTensor, changed, rule
+from pyg_distcomm.sharded.dist_tensor import DistTensor, changed, rule, shares_memory
 
 _KEPT = 96  # results
 _KEPT_MADE = 128  # what is made of lists of ids, and of masks
@@ -36,10 +36,8 @@ _KEPT_PLAIN = 32  # plain operands
 class ByContent:
     """Keeps what was made of plain tensors, which it knows by their content.
 
-    One on a device that it has met is known without being read, for which the host would wait.
-
-    Args:
-        most: how many are kept, the latest ones.
+    The latest ones are kept. One on a device that it has met is known without being read, for
+    which the host would wait.
     """
 
     def __init__(self, most: int) -> None:
@@ -213,39 +211,36 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
     kind = kinds.get(("kind", func))
     if kind is None:
         kind = kinds["kind", func] = _kind(func)
-    unknown = kind == "in place" and not _is_known_write(func, args, kwargs)
-    if kind == "random" or unknown:
+    if kind == "unkept" or (
+        kind == "in place" and not _is_known_write(func, args, kwargs)
+    ):
         return rule(func, args, kwargs)
     if kind == "same":
-        out = rule(func, args, kwargs)
-        out._key = key_of(first)
-        out._key_version = 0 if func is aten.clone.default else version_of(first)
-        out._end = first._end
-        return out
-    if len(args) > 1 and mesh.size > 1:
-        _check_written(func, args, known, mesh)
-    number = None
-    if func not in _PICKING or _are_same(func, args, mesh):
-        number = description(func, args, kwargs, known)
+        number = key_of(first)
+    else:
+        if len(args) > 1 and mesh.size > 1:
+            _check_written(func, args, known, mesh)
+        reads_all = func not in _PICKING or _are_same(func, args, mesh)
+        number = description(func, args, kwargs, known) if reads_all else None
     if kind == "in place":
         out = _write(func, rule, args, kwargs, number, known)
         note_same(out, mesh)
         return out
-    if number is None:
-        return rule(func, args, kwargs)
-    if number in known.results:
+    if number is not None and kind == "result" and number in known.results:
         several, held = known.results[number]
         made = [_again(each) for each in held]
         return made[0] if several is None else several(made)
     out = rule(func, args, kwargs)
+    if number is None:
+        return out
     several = type(out) if type(out) in (tuple, list) else None
     parts = [out] if several is None else out
-    if kind == "result":
-        if all(isinstance(p, Tensor) and is_structure(p) for p in parts):
-            _number(parts, number, known)
-            known.results[number] = several, [_held(p) for p in parts]
-    else:
-        _number(parts, number, known, version_of(first) if kind == "view" else None)
+    if kind != "result":
+        shares = kind == "view" or func in _ALIASES
+        _number(parts, number, known, version_of(first) if shares else None)
+    elif all(isinstance(p, Tensor) and is_structure(p) for p in parts):
+        _number(parts, number, known)
+        known.results[number] = several, [_held(p) for p in parts]
     return out
 
 
@@ -280,7 +275,7 @@ def _are_same(func: Any, args: Any, mesh: Mesh) -> bool:
 def _held(part: Tensor) -> Any:
     if type(part) is not DistTensor:
         return part.detach().clone()
-    edges = part._topology, part.weight, part._flipped
+    edges = part._topology, part._flipped
     return (part.local.clone(), part.rows, part.dim_, part._key), edges
 
 
@@ -289,7 +284,7 @@ def _again(held: Any) -> Tensor:
         return held.clone()
     (local, *how), edges = held
     out = DistTensor(local.clone(), *how)  # an op may write to it
-    out._topology, out.weight, out._flipped = edges
+    out._topology, out._flipped = edges
     out._key_version = version_of(out)
     return out
 
@@ -300,32 +295,28 @@ def _is_known_write(func: Any, args: Any, kwargs: Any) -> bool:
     What a plain operand holds before any other write may be new memory, which differs
     between ranks; and `out=` is no operand.
     """
-    if "out" in kwargs:
-        return False
     kind = type(args[0])
-    return kind is DistTensor or (kind is Tensor and func in _ADDING)
+    return "out" not in kwargs and (
+        kind is DistTensor or (kind is Tensor and func in _ADDING)
+    )
 
 
 def _write(
     func: Any, rule: Any, args: Any, kwargs: Any, number: int | None, known: Constants
 ) -> Any:
-    target = args[0]
-    held = known.results.get(number)
-    if type(target) is not DistTensor:
-        if held is not None:
-            return target.copy_(held)
-        out = rule(func, args, kwargs)
-        if number is not None:
-            known.results[number] = out.detach().clone()
-        return out
+    """Writes what was written before, or what the op writes, which is kept then."""
+    target, held = args[0], known.results.get(number)
+    sharded = type(target) is DistTensor
+    own = target.local if sharded else target
     if held is None:
-        out = rule(func, args, kwargs)
-        if number is not None and out is target:
-            known.results[number] = target.local.clone()
+        rule(func, args, kwargs)
+        if number is not None:
+            known.results[number] = own.detach().clone()
     else:
-        target.local.copy_(held)
-        changed(target)
-    if number is not None:
+        own.copy_(held)
+        if sharded:
+            changed(target)
+    if sharded and number is not None:
         target._key, target._key_version = number, version_of(target) + 1
     return target
 
@@ -354,42 +345,36 @@ _PICKING = {  # which may leave rows of a plain operand unread
     aten.masked_select.default,
     aten.where.self,
 }
-_SAME = {
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.lift_fresh.default,
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+_KINDS = {
+    "same": {aten.clone.default, *_ALIASES},
+    "new": {
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+    },
+    "unkept": {
+        aten.new_empty.default,
+        aten.empty_like.default,
+        aten.new_empty_strided.default,
+        aten._local_scalar_dense.default,
+        aten.equal.default,
+    },
 }
-_NEW = {
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-}
-_UNKNOWN = {
-    aten.new_empty.default,
-    aten.empty_like.default,
-    aten.new_empty_strided.default,
-}
+_UNKEPT = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
 
 
 def _kind(func: Any) -> str:
-    if func in _SAME:
-        return "same"
-    if func in _NEW:
-        return "new"
-    if func in _UNKNOWN or torch.Tag.nondeterministic_seeded in func.tags:
-        return "random"
-    if torch.Tag.inplace_view in func.tags:
-        return "random"
-    if "batch_norm" in func._schema.name:  # which writes to its statistics unsaid
-        return "random"
+    """Tells what becomes of the result of an op on constants."""
+    for kind, ops in _KINDS.items():
+        if func in ops:
+            return kind
+    # batch norms write to their statistics unsaid
+    if not _UNKEPT.isdisjoint(func.tags) or "batch_norm" in func._schema.name:
+        return "unkept"
     if func._schema.is_mutable:
         return "in place"
-    if any(a.alias_info is not None for a in func._schema.arguments):
-        return "view"
-    if func in (aten._local_scalar_dense.default, aten.equal.default):
-        return "random"
-    return "result"
+    return "view" if shares_memory(func) else "result"

@@ -96,7 +96,6 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         "dim_",
         "local",
         "rows",
-        "weight",
     )
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
@@ -124,7 +123,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         )
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version = key, 0
-        self._kept = self._topology = self._flipped = self.weight = None
+        self._kept = self._topology = self._flipped = None
         self._copied, self._end = False, None
         return self
 
@@ -264,7 +263,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if id(self) not in memo:
             out = DistTensor(self.local.detach().clone(), self.rows, self.dim_)
-            out._topology, out.weight = self._topology, self.weight
+            out._topology = self._topology
             if self._key is not None and not self.requires_grad:
                 PROCESS.rules["attribute"](out)
             if self.requires_grad:
@@ -324,37 +323,32 @@ def is_rows(value: Any) -> TypeGuard[DistTensor]:
     return isinstance(value, DistTensor) and not value.dim_
 
 
-def read_only(func: Any) -> RuntimeError:
-    """Returns the error of a write to a copy, of which torch would have a view."""
-    return RuntimeError(
-        f"{str(func._schema.name).removeprefix('aten::')}() got a part of a row-sharded "
-        "tensor of which ranks hold copies, so that the tensor would not see what is "
-        "written; write by x[ids] = value, or clone the part first"
-    )
-
-
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments that an op writes to."""
     found: list[Any] = []
     for i, argument in enumerate(func._schema.arguments):
-        info = argument.alias_info
-        if info is None or not info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        found += value if isinstance(value, (list, tuple)) else [value]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
     return [v for v in found if isinstance(v, Tensor)]
 
 
-def check_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises if an op writes to a copy, of which torch would have a view.
+def shares_memory(func: Any) -> bool:
+    """Tells whether a result of an op may be a view of an operand."""
+    return any(r.alias_info is not None for r in func._schema.returns)
 
-    Raises:
-        RuntimeError: on all ranks, before anything is written.
-    """
-    if func._schema.is_mutable:
-        for value in written_by(func, args, kwargs):
-            if getattr(value, "_copied", False):
-                raise read_only(func)
+
+def check_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises on all ranks if an op would write to a copy, of which torch would have a view."""
+    if not func._schema.is_mutable:
+        return
+    written = written_by(func, args, kwargs)
+    if any(getattr(value, "_copied", False) for value in written):
+        raise RuntimeError(
+            f"{name_of(func)}() got a part of a row-sharded tensor of which ranks hold "
+            "copies, so that the tensor would not see what is written; write by x[ids] = "
+            "value, or clone the part first"
+        )
 
 
 def changed(x: DistTensor) -> None:
@@ -364,7 +358,7 @@ def changed(x: DistTensor) -> None:
     """
     if not x.local.is_inference():
         torch.autograd.graph.increment_version(x.local)
-    x._key = x._kept = x._topology = x.weight = x._flipped = None
+    x._key = x._kept = x._topology = x._flipped = x._end = None
     carried = vars(x).get("carried")
     if carried is not None:  # to the rows of which it is a copy
         base, where = carried

@@ -17,13 +17,15 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.rows import Rows, narrowed
 from pyg_distcomm.graph.topology import OperatorKind, Topology
 from pyg_distcomm.ops.csr import coo_of, csr_of
+from pyg_distcomm.ops.id_plan import IdPlan
 from pyg_distcomm.partition.cutters import check_edge_index
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded import whole
+from pyg_distcomm.sharded.agreement import name_of
 from pyg_distcomm.sharded.constants import constants_of, key_of, version_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, gathered, local_at, rule
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
-from pyg_distcomm.sharded.ids import IdExchange, ids_of
+from pyg_distcomm.sharded.ids import ids_of
 
 _KEPT = 8  # edges, and matrices, whose share was made
 
@@ -117,24 +119,23 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
             nodes: the rows of targets on this rank.
             sources: the rows of sources on this rank, if their type differs.
         """
+
+        def made() -> DistTensor:
+            if sources is None:
+                check_edge_index(edge_index, nodes.total)
+            else:
+                check_edge_index(edge_index[0].expand(2, -1), sources.total)
+                check_edge_index(edge_index[1].expand(2, -1), nodes.total)
+            assert nodes.partition is not None
+            owner = nodes.partition.owner_of(edge_index[1].cpu().long())
+            mine = (owner == nodes.mesh.rank).nonzero().view(-1)
+            of_nodes = nodes if sources is None else None
+            edges = Rows(mine, edge_index.size(1), nodes.mesh, None, nodes=of_nodes)
+            local = edge_index[:, mine.to(edge_index.device)]
+            return DistEdgeIndex.build(local, nodes, edges, sources=sources)
+
         key = id(edge_index), edge_index._version, id(sources)
-        kept = nodes.latest("cut", _KEPT)
-        if key in kept:
-            return kept[key][0]  # type: ignore[no-any-return]
-        if sources is None:
-            check_edge_index(edge_index, nodes.total)
-        else:
-            check_edge_index(edge_index[0].expand(2, -1), sources.total)
-            check_edge_index(edge_index[1].expand(2, -1), nodes.total)
-        assert nodes.partition is not None
-        owner = nodes.partition.owner_of(edge_index[1].cpu().long())
-        mine = (owner == nodes.mesh.rank).nonzero().view(-1)
-        of_nodes = nodes if sources is None else None
-        edges = Rows(mine, edge_index.size(1), nodes.mesh, None, nodes=of_nodes)
-        local = edge_index[:, mine.to(edge_index.device)]
-        made = DistEdgeIndex.build(local, nodes, edges, sources=sources)
-        kept[key] = made, edge_index, sources
-        return made
+        return nodes.latest("cut", _KEPT).made(key, made, edge_index, sources)  # type: ignore[no-any-return]
 
     @staticmethod
     def of_sparse(adj: Tensor, nodes: Rows) -> DistTensor:
@@ -142,29 +143,20 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
 
         Kept with the nodes, so that the same matrix is planned once.
         """
-        kept, key = nodes.latest("sparse", _KEPT), (id(adj), adj._version)
-        if key in kept:
-            return kept[key][0]  # type: ignore[no-any-return]
         n = nodes.total
         if adj.shape[:2] != (n, n):  # further dims are those of values
             raise ValueError(
                 f"a sparse adjacency of {n} nodes is [{n}, {n}], got {list(adj.shape)}"
             )
-        edge_index, value = coo_of(adj)
-        made = carrying(DistEdgeIndex.cut(edge_index, nodes), value, True)
-        kept[key] = made, adj
-        return made  # type: ignore[no-any-return]
+
+        def made() -> Any:
+            edge_index, value = coo_of(adj)
+            return carrying(DistEdgeIndex.cut(edge_index, nodes), value, True)
+
+        key = id(adj), adj._version
+        return nodes.latest("sparse", _KEPT).made(key, made, adj)  # type: ignore[no-any-return]
 
 
-@rule("edges")
-def same_edges(edge_index: DistTensor, topology: Topology) -> DistTensor:
-    """Returns the same edges with another topology."""
-    out = DistTensor(edge_index.local, edge_index.rows, 1, edge_index._key)
-    out._topology, out._key_version = topology, edge_index._key_version
-    return out
-
-
-@rule("from_local")
 def from_local(t: Tensor, like: Any) -> DistTensor:
     """Makes a tensor of this rank's rows that is sharded as `like` is; differentiable."""
     if type(like) is not DistTensor or not isinstance(t, Tensor):
@@ -255,10 +247,9 @@ class DistAdjacency(EdgeMethods, Tensor):
         elif func is aten._sparse_addmm.default:
             out = _add_product(*args, **(kwargs or {}))
         if out is NotImplemented and func._schema.is_mutable:
-            name = str(func._schema.name).removeprefix("aten::")
             raise TypeError(
-                f"{name}() of a sparse matrix of a share would write to a copy; write to its "
-                "values, or make another: adj = 2 * adj"
+                f"{name_of(func)}() of a sparse matrix of a share would write to a copy; "
+                "write to its values, or make another: adj = 2 * adj"
             )
         if out is NotImplemented:
             return whole.apply(func, args, kwargs or {})
@@ -320,13 +311,7 @@ PROCESS.rules["matrix"] = DistAdjacency  # computes ops with DistTensors, too
 
 @rule("carrying")
 def carrying(edge_index: Any, weight: Any, matrix: bool) -> Any:
-    """Returns edges as a matrix with weights, or as an edge_index if there are none.
-
-    Args:
-        edge_index: the edges.
-        weight: `[e]`, sharded in any way or whole; None is 1, in a matrix.
-        matrix: whether it is a matrix in any case.
-    """
+    """Implements `EdgeMethods.carrying`."""
     if isinstance(edge_index, DistAdjacency):
         edge_index = edge_index.edge_index
     if weight is None and not matrix:
@@ -533,7 +518,7 @@ def _extreme(adj: DistAdjacency, x: Any, reduce: str) -> Any:
     return DistTensor(out, adj.nodes), DistTensor(first, adj.nodes)
 
 
-def _exchange(adj: DistAdjacency) -> IdExchange:
+def _exchange(adj: DistAdjacency) -> IdPlan:
     """Returns the exchange of the rows of sources; planned at the first use."""
     sources: Any = adj.edge_index[0]
     ids = ids_of(sources)

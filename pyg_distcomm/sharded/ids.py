@@ -13,7 +13,6 @@ whose edges are with the owner of their target, moves nothing. Of a chunk all ro
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest, Rows
-from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, reduction_identity
+from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, range_error
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sharded.agreement import compare_ids, pass_by
 from pyg_distcomm.sharded.constants import ByContent, kept_with, version_of
@@ -39,16 +37,12 @@ from pyg_distcomm.sharded.dist_tensor import (
 aten = torch.ops.aten
 _KEPT = 64  # blocks of rows
 _KEPT_PLANS = 16  # of one list of ids
-_SUMMED = (torch.float32, torch.float64)
 
 
 class Ids:
     """Holds the ids `[k]` on this rank, and what has been planned for them.
 
-    Args:
-        local: the ids.
-        rows: which rows these are.
-        end: 0 for the sources of edges, 1 for their targets, None for other ids.
+    The sources of edges are end 0, their targets 1, other ids None.
     """
 
     __slots__ = ("_highest", "_plans", "end", "local", "rows")
@@ -70,25 +64,19 @@ class Ids:
                 f"index {self._highest} is out of range for a tensor of {count} rows"
             )
 
-    def exchange(self, rows: Rows) -> IdExchange:
+    def exchange(self, rows: Rows) -> IdPlan:
         """Returns the exchange with rows of a tensor; collective at the first call."""
-        if id(rows) not in self._plans:
-            self._plans[id(rows)] = rows, _planned(self, rows)
         # where gradients of what was read belong
         self.rows.latest("read")[rows.count] = rows
-        return self._plans[id(rows)][1]  # type: ignore[no-any-return]
+        return self._plans.made(id(rows), lambda: _planned(self, rows), rows)  # type: ignore[no-any-return]
 
 
-def _planned(ids: Ids, rows: Rows) -> IdExchange:
+def _planned(ids: Ids, rows: Rows) -> IdPlan:
     if rows.mesh.local_sizes:
-        return LocalExchange(ids, rows)
-    flat, problem = ids.local.reshape(-1).long(), None
-    flat = torch.where(flat < 0, flat + rows.count, flat)
-    low, high = flat.aminmax() if flat.numel() else (0, -1)
-    if low < 0 or high >= rows.count:
-        bad, flat = int(low if low < 0 else high), flat[:0]
-        bad -= rows.count if bad < 0 else 0
-        problem = f"index {bad} is out of range for a tensor of {rows.count} rows"
+        return LocalPlan.of(ids, rows)
+    flat = ids.local.reshape(-1).long()
+    problem = range_error(flat, rows.count)
+    flat = flat[:0] if problem else torch.where(flat < 0, flat + rows.count, flat)
     plan = plan_ids([flat], rows, rows.mesh.world, problem)[0]
     axis = rows.mesh.world
     tell: Any = axis.observer
@@ -96,135 +84,8 @@ def _planned(ids: Ids, rows: Rows) -> IdExchange:
         known = ids.end == 0 and rows.partition is not None
         observer = functools.partial(tell, known=known)
         axis = replace(axis, observer=observer)
-        halo = replace(plan.halo, axis=axis, silent=ids.end == 1)
-        plan = replace(plan, halo=halo)
-    return IdExchange(plan.to(ids.local.device))
-
-
-class IdExchange:
-    """Gathers and scatters rows by planned ids, below autograd.
-
-    Shapes: n own rows, h ghosts, k ids; slot [k] in 0 .. n + h - 1.
-    Price: h f words for a gather, the same transposed for a scatter.
-    """
-
-    __slots__ = ("_constant", "_csr", "_hit", "count", "halo", "own", "slot")
-
-    def __init__(self, plan: IdPlan) -> None:
-        self.halo, self.slot, self.own = plan.halo, plan.slot, plan.own
-        self.count = self.own + self.halo.num_ghosts
-        self._csr: tuple[Tensor, Tensor] | None = None
-        self._hit: Tensor | None = None
-        self._constant: tuple[int, Tensor | None] | None = (
-            None  # the rows of a constant
-        )
-
-    def gather(self, x: Tensor, key: int | None = None) -> Tensor:
-        """Returns the rows `[k, ...]` of own rows `[n, ...]`.
-
-        Args:
-            x: own rows.
-            key: the number of `x` among constants, whose ghosts are kept from their second
-                use on.
-        """
-        rest = x.shape[1:]
-        flat = x.reshape(len(x), math.prod(rest))
-        if not self.halo.silent:
-            flat = self._with_ghosts(flat, key)
-        return _rows_at(flat, self.slot).view(len(self.slot), *rest)
-
-    def _with_ghosts(self, x: Tensor, key: int | None) -> Tensor:
-        known = self._constant
-        if (
-            key is not None
-            and known is not None
-            and known[0] == key
-            and known[1] is not None
-        ):
-            return torch.cat([x, known[1]])
-        table = x.new_empty((self.count, x.size(1)))
-        arrive = self.halo.begin(_wire(x), _wire(table[self.own :]))
-        table[: self.own] = x
-        arrive()
-        if key is not None:
-            again = known is not None and known[0] == key
-            self._constant = key, table[self.own :].clone() if again else None
-        return table
-
-    def sum(self, src: Tensor) -> Tensor:
-        """Returns the sums `[n, ...]` of rows `[k, ...]` by id, at the owners."""
-        rest = src.shape[1:]
-        flat = src.reshape(len(src), math.prod(rest))
-        if flat.dtype in _SUMMED and len(flat):
-            rowptr, perm = self._sorted()
-            table = kernels.spmm(rowptr, perm, None, flat.contiguous())
-        else:
-            table = flat.new_zeros((self.count, flat.size(1))).index_add_(
-                0, self.slot, flat
-            )
-        if self.halo.silent:
-            return table.view(self.own, *rest)
-        arrive = self.halo.begin_transpose(table[self.own :].contiguous())
-        return arrive(table[: self.own].contiguous()).view(self.own, *rest)
-
-    def extreme(self, src: Tensor, op: str) -> Tensor:
-        """Returns the maxima or minima `[n, ...]` of rows by id ("amax", "amin").
-
-        Rows that no id names hold the identity.
-        """
-        if op == "amin" and src.dtype.is_floating_point:
-            return -self.extreme(-src, "amax")
-        empty, rest = reduction_identity(src.dtype, op), src.shape[1:]
-        flat = src.reshape(len(src), math.prod(rest)).contiguous()
-        if src.dtype in _SUMMED and len(src):
-            rowptr, perm = self._sorted()
-            table = kernels.segment_max(rowptr, perm, flat)
-            table.masked_fill_((rowptr.diff() == 0).unsqueeze(1), empty)
-        else:
-            table = flat.new_full((self.count, flat.size(1)), empty)
-            _reduce_at(table, self.slot, flat, op)
-        own, halo = table[: self.own], self.halo
-        if not halo.silent:
-            halo.tell("back", flat)
-            sides = halo.recv_counts, halo.send_counts, halo.axis
-            sent = table[self.own :].contiguous()
-            came = collectives.all_to_all(sent, *sides, "halo_reduce", halo.most).wait()
-            _reduce_at(own, halo.send_slot, came, op)
-        return own.view(self.own, *rest)
-
-    def hit(self, dim: int) -> Tensor:
-        """Tells which own rows any id names, `[n, 1, ...]` with `dim` dimensions."""
-        if self._hit is None:
-            found = torch.zeros(self.count, dtype=torch.bool, device=self.slot.device)
-            found[self.slot] = True
-            found = found[: self.own].clone()
-            found[self.halo.send_slot] = True
-            self._hit = found
-        return beside(self._hit, dim)
-
-    def put(self, out: Tensor, src: Tensor, at: Tensor) -> None:
-        """Writes rows `[k, ...]` to the rows of their ids; of several the last one stays.
-
-        Args:
-            out: own rows, which it writes to.
-            src: a row for each id.
-            at: the place of each id among those of all ranks.
-        """
-        last = self.extreme(at, "amax")
-        wins = self.gather(last) == at
-        src = src.to(torch.uint8) if src.dtype == torch.bool else src
-        total = self.sum(
-            torch.where(beside(wins, src.dim()), src, torch.zeros_like(src))
-        )
-        hit = self.hit(out.dim())
-        out.copy_(torch.where(hit, total.to(out.dtype), out))
-
-    def _sorted(self) -> tuple[Tensor, Tensor]:
-        if self._csr is None:
-            arange = torch.arange(len(self.slot), device=self.slot.device)
-            rowptr, col, _ = kernels.coo_to_csr(self.slot, arange, self.count)
-            self._csr = rowptr, col
-        return self._csr
+        plan = replace(plan, halo=replace(plan.halo, axis=axis, silent=ids.end == 1))
+    return plan.to(ids.local.device)
 
 
 class LocalRows(Rows):
@@ -260,49 +121,30 @@ class _Nothing:
     num_ghosts, silent, send_slot = 0, True, torch.empty(0, dtype=torch.long)
 
 
-class LocalExchange(IdExchange):
+class LocalPlan(IdPlan):
     """Reads rows of a chunk by ids; those of other chunks are facts of the graph."""
 
-    __slots__ = ("_topology",)
+    _topology: Any = None
 
-    def __init__(self, ids: Ids, rows: Rows) -> None:
+    @staticmethod
+    def of(ids: Ids, rows: Rows) -> LocalPlan:
+        """Plans for ids of which other chunks have only the sources of edges."""
         slot = ids.local.reshape(-1).long()
-        halo: Any = _Nothing()
-        self._topology: Any = rows.derived.get("topology")
-        if ids.end == 0 and self._topology is not None:
-            halo = self._topology.outside
-        elif len(slot) and int(slot.max()) >= len(rows):
+        topology = rows.derived.get("topology") if ids.end == 0 else None
+        if topology is None and len(slot) and int(slot.max()) >= len(rows):
             raise TypeError(
                 "a layer of a pipeline selects sources of edges, of which some lie in other "
                 "chunks, and reads rows by them; read by edge_index[0] of all its edges, or "
                 "precompute the rows as an attribute of the Data"
             )
-        super().__init__(IdPlan(halo, slot, len(rows)))
+        halo: Any = _Nothing() if topology is None else topology.outside
+        plan = LocalPlan(halo, slot, len(rows))
+        plan._topology, vars(plan)["_read"] = topology, (None, slot)
+        return plan
 
-    def _with_ghosts(self, x: Tensor, key: int | None) -> Tensor:
+    def _with_ghosts(self, x: Tensor, mine: Tensor, key: int | None) -> Tensor:
         found: Tensor = self._topology.locals.with_ghost_facts(x)
         return found
-
-
-def beside(x: Tensor, dim: int) -> Tensor:
-    """Returns numbers `[n]` as `[n, 1, ...]`, with `dim` dimensions."""
-    return x.view(-1, *[1] * (dim - 1))
-
-
-def _reduce_at(x: Tensor, index: Tensor, rows: Tensor, op: str) -> None:
-    """Updates maxima or minima `[n, f]` by rows `[k, f]` at an index."""
-    x.scatter_reduce_(0, index.view(-1, 1).expand_as(rows), rows, op)
-
-
-def _wire(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.dtype == torch.bool else x
-
-
-def _rows_at(x: Tensor, index: Tensor) -> Tensor:
-    """Returns `x[index]`, by the package's kernel where it has one."""
-    if x.dtype in _SUMMED and x.size(1) > 1:
-        return kernels.gather_rows(x.contiguous(), index)
-    return x.index_select(0, index)
 
 
 def ids_of(x: DistTensor) -> Ids | None:
@@ -338,12 +180,10 @@ def reshard(x: DistTensor, rows: Rows) -> Tensor:
 
     Price: each row that moves, once; planned the first time.
     """
-    known, key = rows.latest("reshard"), (id(x.rows), x.device)
-    if key not in known:
-        ids = Ids(rows.place_on(x.device), rows)
-        known[key] = x.rows, _planned(ids, x.rows)
-    moved = known[key][1].gather(x.local.movedim(x.dim_, 0))
-    return moved.movedim(0, x.dim_)  # type: ignore[no-any-return]
+    ids = Ids(rows.place_on(x.device), rows)
+    key, known = (id(x.rows), x.device), rows.latest("reshard")
+    plan = known.made(key, lambda: _planned(ids, x.rows), x.rows)
+    return plan.gather(front(x)).movedim(0, x.dim_)  # type: ignore[no-any-return]
 
 
 def chosen(mask: DistTensor | Tensor, rows: Rows) -> tuple[Rows, Tensor]:
@@ -379,9 +219,7 @@ def _chosen(mask: Tensor, rows: Rows) -> tuple[Rows, Tensor]:
 def blocks_of(count: int, mesh: Mesh) -> Rows:
     """Returns the rows of a new tensor, in equal blocks; the same for each of their number."""
     kept = mesh.sharded.setdefault("blocks", Latest(_KEPT))
-    if count not in kept:
-        kept[count] = Rows.blocks(count, mesh)
-    return kept[count]  # type: ignore[no-any-return]
+    return kept.made(count, lambda: Rows.blocks(count, mesh))  # type: ignore[no-any-return]
 
 
 def plain_ids(index: Tensor, rows: Rows, device: torch.device) -> Ids:

@@ -18,7 +18,6 @@ Linear ops (a transpose, a sum of two) keep it a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +34,12 @@ from pyg_distcomm.sharded.agreement import (
     is_averaged,
     is_wrapped,
 )
-from pyg_distcomm.sharded.dist_tensor import DistTensor, ManyRanks, check_writes
+from pyg_distcomm.sharded.dist_tensor import (
+    DistTensor,
+    ManyRanks,
+    check_writes,
+    shares_memory,
+)
 
 aten = torch.ops.aten
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -99,15 +103,12 @@ class PartialSum(ManyRanks, Tensor):
             if not x.is_inference():  # as of sharded ones: see DistTensor
                 with torch.inference_mode(False), torch.no_grad():
                     return cls.__torch_dispatch__(func, types, args, kwargs)
-        if func in _VIEWS and x._value is None:
+        if func in _LINEAR and _is_linear(args):
             if func in _COPIES and _accumulates():
                 if is_averaged(_leaf(), x.mesh):
                     return x.part * x.mesh.size
                 return x.value() if is_wrapped(_leaf(), x.mesh) else _later(x)
             return PartialSum(func(x.part, *args[1:], **kwargs), x.mesh)
-        if func in _PRODUCTS and _is_linear(args):
-            a, *by = args
-            return PartialSum(func(a.part, *by), a.mesh)
         if func in _SUMS and not kwargs and len(args) == 2:
             a, b = args
             both = isinstance(a, PartialSum) and isinstance(b, PartialSum)
@@ -123,7 +124,7 @@ class PartialSum(ManyRanks, Tensor):
                 if not is_wrapped(_leaf(), b.mesh):
                     return _later(b, a)
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
-        if type(x) is PartialSum and x._copied and _is_view(func):
+        if type(x) is PartialSum and x._copied and shares_memory(func):
             return tree_map(lambda part: PartialSum.copy_of(part, x.mesh), out)
         return out
 
@@ -136,7 +137,7 @@ class PartialSum(ManyRanks, Tensor):
 
 
 _COPIES = {aten.detach.default, aten.clone.default}
-_VIEWS = _COPIES | {
+_LINEAR = _COPIES | {
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
@@ -150,15 +151,13 @@ _VIEWS = _COPIES | {
     aten.sum.dim_IntList,
     aten.select_backward.default,
     aten.slice_backward.default,
-}
-_SUMS = {aten.add.Tensor, aten.add_.Tensor}
-_PRODUCTS = {
     aten.mul.Tensor,
     aten.mul.Scalar,
     aten.div.Tensor,
     aten.div.Scalar,
     aten.neg.default,
 }
+_SUMS = {aten.add.Tensor, aten.add_.Tensor}
 
 
 def plain(x: Any) -> Any:
@@ -166,13 +165,8 @@ def plain(x: Any) -> Any:
     return x.value() if isinstance(x, PartialSum) else x
 
 
-def _is_view(func: Any) -> bool:
-    """Tells whether the result of an op shares memory with an operand."""
-    return any(r.alias_info is not None for r in func._schema.returns)
-
-
 def _is_linear(args: Any) -> bool:
-    """Tells whether a product is one of a sum that is not known and of plain values."""
+    """Tells whether an op is one of a sum that is not known and of plain values."""
     a, *by = args
     unknown = type(a) is PartialSum and a._value is None
     return unknown and all(not isinstance(b, Tensor) or type(b) is Tensor for b in by)
@@ -233,51 +227,42 @@ def _leaf() -> Any:
     return node.variable
 
 
-@dataclass
-class _Pass:
-    """Holds what is summed at the end of one backward pass: sums, and their leaves."""
-
-    sums: list[tuple[PartialSum, Tensor]] = field(default_factory=list)
-
-    def finish(self, mesh: Mesh) -> None:
-        """Sums all parts, in one all-reduce for each type; compares parameters at times."""
-        unknown = [total for total, _ in self.sums if total._value is None]
-        for dtype in dict.fromkeys(total.dtype for total in unknown):
-            these = [total for total in unknown if total.dtype == dtype]
-            flat = torch.cat([total.part.reshape(-1) for total in these])
-            if mesh.world.observer is not None:
-                mesh.world.observer("parameters", flat, mesh.world)
-                continue
-            total = collectives.all_reduce(flat, mesh.world)
-            parts = total.split([each.numel() for each in these])
-            for each, part in zip(these, parts, strict=True):
-                each.part.copy_(part.view(each.shape))
-        for total in unknown:
-            total._know(total.part)
-        for total, leaf in self.sums:
-            if leaf.grad is total:
-                leaf.grad = total._value
-        if isinstance(mesh, Mesh) and mesh.size > 1:
-            self._compare_leaves(mesh)
-
-    def _compare_leaves(self, mesh: Mesh) -> None:
-        """Compares parameters in their passes 2, 4, 8, ..., after steps of optimizers."""
+def _finish(sums: list[tuple[PartialSum, Tensor]], mesh: Mesh) -> None:
+    """Sums all parts of a pass, in one all-reduce for each type, for their leaves."""
+    unknown = [total for total, _ in sums if total._value is None]
+    for dtype in dict.fromkeys(total.dtype for total in unknown):
+        these = [total for total in unknown if total.dtype == dtype]
+        flat = torch.cat([total.part.reshape(-1) for total in these])
+        if mesh.world.observer is not None:
+            mesh.world.observer("parameters", flat, mesh.world)
+            continue
+        total = collectives.all_reduce(flat, mesh.world)
+        parts = total.split([each.numel() for each in these])
+        for each, part in zip(these, parts, strict=True):
+            each.part.copy_(part.view(each.shape))
+    for total in unknown:
+        total._know(total.part)
+    for total, leaf in sums:
+        if leaf.grad is total:
+            leaf.grad = total._value
+    if isinstance(mesh, Mesh) and mesh.size > 1:  # after steps of optimizers, at times
         counts = mesh.sharded.setdefault("passes made", WeakTensorKeyDictionary())
-        leaves = [leaf for _, leaf in reversed(self.sums)]
+        leaves = [leaf for _, leaf in reversed(sums)]
         made = counts[leaves[0]] = counts.get(leaves[0], 0) + 1
         if made > 1 and mesh.is_due(made):
             comparer_of(mesh).compare_trained(dict(enumerate(leaves)))
 
 
-def _pass_of(mesh: Mesh) -> _Pass:
+def _sums_of_pass(mesh: Mesh) -> list[tuple[PartialSum, Tensor]]:
+    """Returns what is summed at the end of this backward pass: sums, and their leaves."""
     task = torch._C._current_graph_task_id()
     passes = mesh.sharded.setdefault("passes", {})
     if task not in passes:
-        passes[task] = _Pass()
+        passes[task] = []
 
         def finish() -> None:
             with torch.no_grad():
-                passes.pop(task).finish(mesh)
+                _finish(passes.pop(task), mesh)
 
         torch.autograd.Variable._execution_engine.queue_callback(finish)
     return passes[task]  # type: ignore[no-any-return]
@@ -286,14 +271,12 @@ def _pass_of(mesh: Mesh) -> _Pass:
 def _later(x: PartialSum, before: Tensor | None = None) -> Tensor:
     """Returns a tensor that holds the sum once the pass has ended.
 
-    Args:
-        x: the sum.
-        before: the gradient that the leaf has, to which it is added in place.
+    It is added to the gradient that the leaf had before, if any, in place.
     """
     part, leaf = x.part.clone(), _leaf()  # parts may share memory
     total: Any = PartialSum(part, x.mesh)
     total._before = before
-    _pass_of(x.mesh).sums.append((total, leaf))
+    _sums_of_pass(x.mesh).append((total, leaf))
     hooked = bool(leaf._post_accumulate_grad_hooks)
     if before is None:
         return total if hooked else part.view(part.shape)

@@ -162,11 +162,7 @@ def slice_(func: Any, args: Any, kwargs: Any) -> Any:
     if d != x.dim_:
         return _view(x, func(x.local, *args[1:], **kwargs), x.dim_)
     n = x.size(d)
-    begin, end, step = slice(
-        args[2] if len(args) > 2 else None,
-        args[3] if len(args) > 3 else None,
-        args[4] if len(args) > 4 else None,
-    ).indices(n)
+    begin, end, step = slice(*(*args[2:], None, None, None)[:3]).indices(n)
     if (begin, end, step) == (0, n, 1):
         return _view(x, aten.alias.default(x.local), d)
     rows, where = _sliced(x.rows, begin, end, step)
@@ -298,12 +294,13 @@ def joined(parts: list[Rows]) -> Rows:
     """Returns the rows of parts one after another; kept with the first."""
     if len(parts) == 1:
         return parts[0]
-    known, key = parts[0].latest("joined"), tuple(map(id, parts))
-    if key not in known:
+
+    def made() -> Rows:
         found = parts[0].joined(parts)
         found.derived["parts"] = parts
-        known[key] = found, parts
-    return known[key][0]  # type: ignore[no-any-return]
+        return found
+
+    return parts[0].latest("joined").made(tuple(map(id, parts)), made, parts)  # type: ignore[no-any-return]
 
 
 @rule(aten.stack.default)
@@ -324,7 +321,7 @@ def flip(func: Any, args: Any, kwargs: Any) -> Any:
     if x.dim_ in [d % x.dim() for d in dims]:
         return whole.apply(func, args, kwargs)
     out = DistTensor(func(x.local, dims), x.rows, x.dim_)
-    if x.weight is None and list(dims) in ([0], [-2]) and x.dim_ == 1:
+    if list(dims) in ([0], [-2]) and x.dim_ == 1:
         out._flipped, out._topology = x._topology, x._flipped
     return out
 

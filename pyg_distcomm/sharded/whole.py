@@ -12,12 +12,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_distcomm.comm.failure import place_of
 from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.agreement import name_of
 from pyg_distcomm.sharded.constants import constants_of, key_of
 from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     all_rows,
     changed,
     own_part,
+    shares_memory,
     written_by,
 )
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
@@ -33,7 +35,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Price: (P-1)/P of the rows of each operand, in words; noted as "gather <op>".
     """
-    name = str(func._schema.name).removeprefix("aten::")
+    name = name_of(func)
     _check_size(name, args, kwargs)
     seen: dict[int, Tensor] = {}
 
@@ -41,22 +43,16 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(value, (EdgeMethods, PartialSum)):
             return value
         if id(value) not in seen:
-            if isinstance(value, DistTensor):
-                found = _rows_of(value, name)
-            elif isinstance(value, PartialSum):
-                found = value.value()
-            else:
-                matrix: Any = value
-                found = matrix.full_tensor()
-            seen[id(value)] = found
+            rows: Any = value
+            sharded = isinstance(value, DistTensor)
+            seen[id(value)] = _rows_of(rows, name) if sharded else rows.full_tensor()
         return seen[id(value)]
 
     if func is torch.ops.aten.view.default:  # of rows whose strides are those of all
         return _as_views(whole(args[0]).reshape(args[1]), args)
     out = func(*tree_map(whole, args), **tree_map(whole, kwargs))
     if not func._schema.is_mutable:
-        is_view = any(a.alias_info is not None for a in func._schema.arguments)
-        return _as_views(out, args) if is_view else out
+        return _as_views(out, args) if shares_memory(func) else out
     written = written_by(func, args, kwargs)
     for value in written:
         if isinstance(value, DistTensor):
@@ -86,11 +82,7 @@ def _rows_of(x: DistTensor, name: str) -> Tensor:
 
 
 def _check_size(name: str, args: Any, kwargs: Any) -> None:
-    """Warns of an op that gathers many rows, or refuses it.
-
-    Raises:
-        TypeError: on all ranks, if the mesh is strict.
-    """
+    """Warns of an op that gathers many rows; raises on all ranks if the mesh is strict."""
     found = [x for x in tree_leaves((args, kwargs)) if type(x) is DistTensor]
     if not found or found[0].rows.mesh.size == 1:
         return
@@ -118,10 +110,9 @@ def _check_size(name: str, args: Any, kwargs: Any) -> None:
 def _as_views(out: Any, args: Any) -> Any:
     """Returns copies where torch has views, which no op may write to; a sparse one is plain."""
     x = args[0]
-    if not isinstance(x, (DistTensor, PartialSum)):  # a sparse matrix
-        mesh = x.edges.mesh
-    else:
-        mesh = x.mesh if isinstance(x, PartialSum) else x.rows.mesh
+    is_matrix = not isinstance(x, (DistTensor, PartialSum))
+    rows = x.edges if is_matrix else getattr(x, "rows", x)
+    mesh = rows.mesh
 
     def copied(part: Tensor) -> Tensor:
         strided = part.layout == torch.strided
