@@ -18,7 +18,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.loader import DistLayerLoader
 from pyg_distcomm.partition.cutters import cut, known_methods
 from pyg_distcomm.partition.folder import read_part
-from pyg_distcomm.plan.ranks import codings
+from pyg_distcomm.plan.ranks import described
 
 CODE = """
 import torch
@@ -96,7 +96,7 @@ def test_a_registered_codec_is_known_by_its_name(installed):
     assert "half-byte" in known_codecs()
     assert codec_of("half-byte").bits == 4
     assert LinkPolicy("half-byte").codec.bits == 4
-    assert codings("half-byte")[1].name == "4 bits"
+    assert described(LinkPolicy("half-byte"))["codec"] == "4 bits"
     with pytest.raises(ValueError, match="the registered codec 'no-codec' failed"):
         codec_of("no-codec")
     with pytest.raises(ValueError, match=r"codec 'none' is not known.*half-byte"):

@@ -24,7 +24,7 @@ from pyg_distcomm.nn.replicate import replicate
 from pyg_distcomm.partition.cutters import check_edge_index, cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.planner import Plan, Plans, edges_of, plan
-from pyg_distcomm.plan.ranks import CodecLike, codings
+from pyg_distcomm.plan.ranks import CodecLike, described, links_of
 from pyg_distcomm.plan.training import (
     INPUTS,
     Stack,
@@ -167,10 +167,9 @@ def _choose_plan(
         found = _candidates(auto, mesh.size) if mesh.rank == 0 else None
     placed, owner, training = collectives.broadcast_object(found, mesh.world)
     with on_all_ranks(mesh.world):
-        known = codings(auto.codecs)
-        names = ["plain" if one is None else one.name for one in known]
-    check_alike({"codecs": names[1:]}, mesh.world)
-    links = [one and one.link for one in known]
+        links = links_of(auto.codecs)
+        names = [described(link)["codec"] for link in links[1:]]
+    check_alike({"codecs": names}, mesh.world)
     candidates = [replace(one, link=links[at]) for one, at in placed]
     if owner is None:
         return candidates[0], None
@@ -192,6 +191,8 @@ def _candidates(auto: Auto, ranks: int) -> tuple[Any, ...]:
     data, method = auto.data, auto.method
     options = {f.name: getattr(auto, f.name) for f in fields(auto)}
     del options["data"], options["method"]
+    links = links_of(auto.codecs)
+    options["codecs"] = links[1:]
     plans = plan(data, ranks=ranks, partition=method, **options)
     inexact = bool(auto.codecs)
     best = plans[0] if inexact and len(plans) else plans.best
@@ -207,7 +208,6 @@ def _candidates(auto: Auto, ranks: int) -> tuple[Any, ...]:
         how = auto.widths, auto.model, auto.layers, auto.inputs, dtype
         training = training_from_options(data, *how)
         candidates = shortlist(plans, training, auto.memory)
-    links = [one and one.link for one in codings(auto.codecs)]
     placed = [(replace(one, link=None), links.index(one.link)) for one in candidates]
     return placed, owner, training
 

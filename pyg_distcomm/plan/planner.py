@@ -6,7 +6,7 @@ import abc
 import math
 import numbers
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 import numpy as np
@@ -26,11 +26,11 @@ from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.ranks import (
     Array,
     CodecLike,
-    Coding,
     CutGraph,
     Traffic,
-    codings,
+    described,
     epoch_cost,
+    links_of,
 )
 from pyg_distcomm.plan.training import (
     DEFAULT_ORDER,
@@ -497,7 +497,7 @@ def plan(
     read = widths, model, layers, inputs, dtype, ordering
     training = training_from_options(graph, *read)
     source, description, owners = _source(*cutting, grid)
-    links = codings(codecs)
+    links = links_of(codecs)
     check_halo(halo)
     found = []
     for each in _grids(size, algorithm, grid):
@@ -505,16 +505,17 @@ def plan(
             source = _source(*cutting, each)[0]
         traffic = source.traffic(each, halo, training)
         for link in links:
-            cost = epoch_cost(traffic, training, link, dtype)
-            found.append(Plan(each, training.orders, **cost, **_link_fields(link)))
-    known = (replace(each, missing=training.missing) for each in found)
-    checked = sorted((_check_memory(each, memory) for each in known), key=_sort_key)
-    ranked = tuple(one for one in checked if one.reason is None)
+            cost: Any = epoch_cost(traffic, training, link, dtype)
+            cost |= {"reason": _refusal(cost["memory"], memory)}
+            cost |= {"missing": training.missing, **described(link)}
+            found.append(Plan(each, training.orders, **cost))
+    found.sort(key=_sort_key)
+    ranked = tuple(one for one in found if one.reason is None)
     if ranked and takes_grid(partition):
         owners = _source(*cutting, ranked[0].grid)[2]
     return Plans(
         ranked,
-        tuple(one for one in checked if one.reason is not None),
+        tuple(one for one in found if one.reason is not None),
         f"{description}, {size} ranks; {_describe_training(training)}",
         owners,
     )
@@ -600,19 +601,11 @@ def _has_name(grid: Grid, algorithm: str) -> bool:
     return name_of(grid) == algorithm
 
 
-def _link_fields(link: Coding | None) -> dict[str, Any]:
-    """Returns the fields of a plan that describe its link."""
-    if link is None:
-        return {}
-    return {"codec": link.name, "link": link.link, "exact": link.exact}
-
-
-def _check_memory(found: Plan, limit: float | None) -> Plan:
-    """Sets the reason of a plan that needs more memory than the limit."""
-    if found.reason is not None or limit is None or found.memory <= limit:
-        return found
-    need, may = show_bytes(found.memory), show_bytes(limit)
-    return replace(found, reason=f"needs {need} a rank, and may use {may}")
+def _refusal(need: int, limit: float | None) -> str | None:
+    """Returns why a plan is refused that needs more memory than the limit; else None."""
+    if limit is None or need <= limit:
+        return None
+    return f"needs {show_bytes(need)} a rank, and may use {show_bytes(limit)}"
 
 
 def _sort_key(found: Plan) -> tuple[Any, ...]:

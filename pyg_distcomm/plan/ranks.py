@@ -285,55 +285,27 @@ def _derive(topology: Topology, *names: str) -> None:
 CodecLike: TypeAlias = str | Codec | LinkPolicy
 
 
-@dataclass(frozen=True, eq=False)
-class Coding:
-    """A link in its present epoch, with the codec of its exchanges.
+def links_of(specs: CodecLike | Sequence[CodecLike]) -> list[LinkPolicy | None]:
+    """Returns None for the exact link, followed by each other link, as `LinkPolicy` takes them.
 
-    Args:
-        name: the name in tables.
-        link: the link, for `pdc.partition(link=...)`.
-        rows: the codec of rows, and of their gradients.
+    Raises:
+        ValueError, TypeError: for anything else; the message lists the choices.
     """
-
-    name: str
-    link: LinkPolicy
-    rows: Codec
-
-    @staticmethod
-    def of(spec: CodecLike) -> Coding:
-        """Builds the coding of a link, or of a codec or its name, as `LinkPolicy` takes it.
-
-        Raises:
-            ValueError, TypeError: for anything else; the message lists the choices.
-        """
-        link = spec if isinstance(spec, LinkPolicy) else LinkPolicy(spec)
-        rows, late = link.codec_at(link.epoch), link.lateness
-        text = _codec_name(rows) + (f", late by {late[0]}" if any(late) else "")
-        text += f" and {late[1]}" if late[0] != late[1] else ""
-        return Coding(text, link, rows)
-
-    @property
-    def exact(self) -> bool:
-        """Whether it changes no number: lossless and synchronous."""
-        return self.rows == Plain() and not self.link.timing.is_late
-
-    def codec_of(self, product: ProductShape, last: int) -> Codec | None:
-        """Returns the codec of a product of the third epoch or later; None if it is exact.
-
-        Args:
-            product: the product.
-            last: the number of the last layer, whose exchanges may be exact.
-        """
-        exact = self.link.exact_last and product.layer == last
-        return None if exact or self.link.is_exact else self.rows
-
-
-def codings(specs: Sequence[CodecLike]) -> list[Coding | None]:
-    """Returns None for the exact link, followed by the coding of each other link."""
     if isinstance(specs, (str, Codec, LinkPolicy)):
         specs = (specs,)
-    found = [Coding.of(one) for one in specs]
-    return [None, *(one for one in found if not one.link.is_exact)]
+    found = [one if isinstance(one, LinkPolicy) else LinkPolicy(one) for one in specs]
+    return [None, *(one for one in found if not one.is_exact)]
+
+
+def described(link: LinkPolicy | None) -> dict[str, Any]:
+    """Returns the fields of a plan that describe a link in its present epoch."""
+    if link is None:
+        return {}
+    rows, late = link.codec_at(link.epoch), link.lateness
+    name = _codec_name(rows) + (f", late by {late[0]}" if any(late) else "")
+    name += f" and {late[1]}" if late[0] != late[1] else ""
+    exact = rows == Plain() and not link.timing.is_late
+    return {"codec": name, "link": link, "exact": exact}
 
 
 def _codec_name(codec: Codec) -> str:
@@ -347,7 +319,7 @@ def _codec_name(codec: Codec) -> str:
 def epoch_cost(
     traffic: Traffic,
     training: Training,
-    coding: Coding | None,
+    link: LinkPolicy | None,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Returns the cost of an epoch, as fields of a `Plan`.
@@ -355,12 +327,12 @@ def epoch_cost(
     Rows of a coded link are summed on the rank that reads them, and none are cached. None is
     the exact link.
     """
-    exact, size = coding is None, math.prod(traffic.grid)
+    exact, size = link is None, math.prod(traffic.grid)
     products, rows = training.products(traffic.adds, exact)
     last = len(training.layers) - 1
-    exchange, messages, kept = _totals(traffic, products, last, coding, dtype)
+    exchange, messages, kept = _totals(traffic, products, last, link, dtype)
     sums = training.sums(size)
-    if coding is not None and size > 1:
+    if not exact and size > 1:
         sums["agreement"] = ring_words(1, size) * any(
             o != "kept" for o in training.orders
         )
@@ -384,23 +356,20 @@ def _totals(
     traffic: Traffic,
     products: list[ProductShape],
     last: int,
-    coding: Coding | None,
+    link: LinkPolicy | None,
     dtype: torch.dtype,
 ) -> tuple[Array, Array, Array]:
     """Returns bytes received, messages, and bytes kept by a link; each kind is priced once."""
     total: list[Any] = [0 * traffic.nodes] * 3
     known: dict[Any, tuple[Array, Array, Array]] = {}
     for one in products:
-        codec = None if coding is None else coding.codec_of(one, last)
+        codec, late = None, 0
+        if link is not None and not (link.exact_last and one.layer == last):
+            codec, late = link.codec_at(link.epoch), link.lateness[one.transposed]
         key = one.width, one.transposed, one.halo, codec
         if key not in known:
             known[key] = traffic.exchange(one, codec or Plain(), dtype)
         fiber, received, messages = known[key]
-        late = (
-            0
-            if coding is None or codec is None
-            else coding.link.lateness[one.transposed]
-        )
         news = fiber + received, messages, late * received
         total = [sum_ + new for sum_, new in zip(total, news, strict=True)]
     exchange, messages, kept = total
