@@ -423,10 +423,8 @@ def _check_saved(model: torch.nn.Module, optimizer: Any, saved: dict[str, Any]) 
     pairs += [(f"{len(saved['param_groups'])} groups", f"{len(groups)} groups")]
     for k, (kept, own) in enumerate(zip(saved["param_groups"], groups, strict=False)):
         for name in sorted({*kept["params"]} ^ {*own}):
-            texts = [f"{name} {{}} group {k}".format(i) for i in ("in", "not in")]
-            pairs.append(
-                (texts[0], texts[1]) if name not in own else (texts[1], texts[0])
-            )
+            saved_as, given = ("not in", "in") if name in own else ("in", "not in")
+            pairs.append((f"{name} {saved_as} group {k}", f"{name} {given} group {k}"))
     for one, other in pairs:
         if one != other:
             raise ValueError(

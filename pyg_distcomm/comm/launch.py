@@ -301,7 +301,7 @@ def _join(ranks: list[Any], patience: float) -> None:
         process.join(max(0.0, stop - time.monotonic()))
 
 
-def on_preempt(save: Callable[[], Any], mesh: Mesh | None = None) -> Preemption:
+class on_preempt:
     """Saves a run before SIGTERM or SIGINT (Ctrl-C) ends it.
 
     Call what this returns once per step, on all ranks:
@@ -328,18 +328,13 @@ def on_preempt(save: Callable[[], Any], mesh: Mesh | None = None) -> Preemption:
 
     Price: an all-reduce of one word per call.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise ValueError(
-            "pdc.on_preempt was called in another thread than the main one, and Python "
-            "takes signals in the main thread alone: call it there"
-        )
-    return Preemption(save, mesh)
 
-
-class Preemption:
-    """Saves and exits on all ranks once any rank got a signal; see `on_preempt`."""
-
-    def __init__(self, save: Callable[[], Any], mesh: Mesh | None) -> None:
+    def __init__(self, save: Callable[[], Any], mesh: Mesh | None = None) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError(
+                "pdc.on_preempt was called in another thread than the main one, and Python "
+                "takes signals in the main thread alone: call it there"
+            )
         self._save, self._mesh = save, mesh
         self._signal, self._signal_time, self._process = 0, 0.0, os.getpid()
         self._previous_handlers = {

@@ -24,20 +24,17 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <title>{title} · pyg_distcomm</title>
 <style>
-:root{{color-scheme:light dark;--bg:#f6f6f4;--card:#fff;--ink:#1b1d20;--line:#dcdde0}}
-@media (prefers-color-scheme:dark){{
-:root{{--bg:#141619;--card:#1d2024;--ink:#e9eaec;--line:#393e45}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--bg);color:var(--ink);font:15px/1.45 system-ui,sans-serif}}
+:root{{color-scheme:light dark}}*{{box-sizing:border-box}}
+body{{margin:0;background:Canvas;color:CanvasText;font:15px/1.45 system-ui,sans-serif}}
 main{{max-width:1180px;margin:0 auto;padding:28px 20px;display:grid;gap:14px;
 grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));align-items:start}}
 header{{grid-column:1/-1}}h1{{font-size:24px;margin:0}}h2{{font-size:17px;margin:0}}
-section{{background:var(--card);border:1px solid var(--line);border-radius:10px;
-padding:14px 18px;min-width:0;overflow-x:auto}}
+section{{border:1px solid GrayText;border-radius:10px;padding:14px 18px;min-width:0;
+overflow-x:auto}}
 .verdict{{font-size:18px}}svg{{display:block;max-width:100%;height:auto}}
 svg text{{fill:currentColor}}p{{margin:6px 0}}
 table{{border-collapse:collapse;font-size:13px;width:100%}}
-td,th{{text-align:right;padding:2px 8px;border-bottom:1px solid var(--line)}}
+td,th{{text-align:right;padding:2px 8px;border-bottom:1px solid GrayText}}
 td:first-child,th:first-child{{text-align:left}}
 @media print{{section{{break-inside:avoid}}}}
 </style></head>
@@ -92,11 +89,10 @@ def _svg(axes: Any, label: str) -> str:
     with matplotlib.rc_context(
         {"svg.fonttype": "none", "svg.hashsalt": "pyg_distcomm"}
     ):
-        axes.figure.savefig(out, format="svg", transparent=True, dpi=150)
+        about = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        axes.figure.savefig(out, format="svg", transparent=True, metadata=about)
     text = out.getvalue()
-    text = re.sub(
-        r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S
-    )
+    text = text[text.index("<svg") :]
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text).replace("xlink:href", "href")
     used = set(re.findall(r"#(\w+)", text))
     text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
