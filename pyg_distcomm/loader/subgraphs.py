@@ -38,6 +38,7 @@ from pyg_distcomm.loader.options import (
 from pyg_distcomm.partition.atomic import keep_file, read_whole
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.sampling.algebra import offsets
 from pyg_distcomm.sampling.graph_block import is_share
 from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -252,8 +253,6 @@ class ClusterData(PyGClusterData):
         self.num_parts, self.recursive = num_parts, recursive
         self.keep_inter_cluster_edges = keep_inter_cluster_edges
         self.sparse_format, self.source = sparse_format, data
-        self._partition_kept: PyGPartition | None = None
-        self._data_kept: Any = None
         kept = None
         if save_dir is not None:
             kept = Path(save_dir) / f"part_{num_parts}" / (filename or "metis.pt")
@@ -273,39 +272,29 @@ class ClusterData(PyGClusterData):
                 found = cut(data.edge_index, nodes, num_parts, method, seed=seed)
                 cluster = found.owner.long()
         self.node_perm = torch.argsort(cluster, stable=True)
-        self.partptr = torch.zeros(num_parts + 1, dtype=torch.int64)
-        self.partptr[1:] = torch.bincount(cluster, minlength=num_parts).cumsum(0)
+        self.partptr = offsets(torch.bincount(cluster, minlength=num_parts))
         if kept is not None and known is None:
             keep_file(self.partition, kept, "clusters")
 
-    @property
+    @cached_property
     def partition(self) -> PyGPartition:  # type: ignore[override]
-        """Returns the edges by cluster, as PyG has them; of a whole graph."""
-        if self._partition_kept is None:
-            n = len(self.node_perm)
-            place = torch.empty_like(self.node_perm)
-            place[self.node_perm] = torch.arange(n)
-            ends = place[self._whole().edge_index]
-            by_row = self.sparse_format == "csr"
-            edge_perm = torch.arange(ends.size(1))
-            ends, edge_perm = sort_edge_index(ends, edge_perm, n, sort_by_row=by_row)
-            first, other = ends if by_row else ends.flip(0)
-            self._partition_kept = PyGPartition(
-                index2ptr(first, n),
-                other,
-                self.partptr,
-                self.node_perm,
-                edge_perm,
-                self.sparse_format,
-            )
-        return self._partition_kept
+        """The edges by cluster, as PyG has them; of a whole graph."""
+        n = len(self.node_perm)
+        place = torch.empty_like(self.node_perm)
+        place[self.node_perm] = torch.arange(n)
+        ends = place[self._whole().edge_index]
+        by_row = self.sparse_format == "csr"
+        edge_perm = torch.arange(ends.size(1))
+        ends, edge_perm = sort_edge_index(ends, edge_perm, n, sort_by_row=by_row)
+        first, other = ends if by_row else ends.flip(0)
+        ptr, perm = index2ptr(first, n), self.node_perm
+        kind = self.sparse_format
+        return PyGPartition(ptr, other, self.partptr, perm, edge_perm, kind)
 
-    @property
+    @cached_property
     def data(self) -> Any:
-        """Returns the graph with nodes and edges by cluster, as PyG has it."""
-        if self._data_kept is None:
-            self._data_kept = self._permute_data(self._whole(), self.partition)
-        return self._data_kept
+        """The graph with nodes and edges by cluster, as PyG has it."""
+        return self._permute_data(self._whole(), self.partition)
 
     def _whole(self) -> Any:
         if is_share(self.source):
@@ -459,8 +448,7 @@ class ShaDowKHopSampler(SubgraphLoading[Data]):
 
     def postprocess(self, data: Any, padding: bool | None) -> Any:
         tree, roots = data.batch, int(data.batch_size)
-        ptr = torch.zeros(roots + 1, dtype=torch.int64, device=tree.device)
-        ptr[1:] = torch.bincount(tree, minlength=roots).cumsum(0)
+        ptr = offsets(torch.bincount(tree, minlength=roots))
         y = data.get("y")
         if isinstance(y, Tensor) and y.dim() and len(y) == len(tree):
             data.y = y[ptr[:-1]]
@@ -632,8 +620,7 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
     @cached_property
     def out_edges(self) -> tuple[Tensor, Tensor]:
         """Where the out-edges of each node begin [N + 1], and their targets [E]."""
-        ptr = torch.zeros(self.N + 1, dtype=torch.int64)
-        ptr[1:] = torch.bincount(self.source, minlength=self.N).cumsum(0)
+        ptr = offsets(torch.bincount(self.source, minlength=self.N))
         return ptr, self.target[torch.argsort(self.source, stable=True)]
 
     # Norms ---------------------------------------------------------------------------

@@ -56,7 +56,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -433,17 +433,6 @@ def registered_cut(
         ) from error
 
 
-class EdgeStream(Protocol):
-    """Defines a source of edges that can be read repeatedly, from front to back."""
-
-    @property
-    def num_edges(self) -> int:
-        """Returns the number of edges."""
-
-    def chunks(self, what: str) -> Iterator[np.ndarray]:
-        """Yields arrays `[2, c]` of sources and targets, int64, in order."""
-
-
 class TensorEdges:
     """Reads the edges of an edge_index in memory, or mapped from a file."""
 
@@ -462,7 +451,7 @@ class TensorEdges:
 
 
 def stream(
-    edges: EdgeStream,
+    edges: Any,
     num_nodes: int,
     num_parts: int,
     *,
@@ -470,6 +459,8 @@ def stream(
     balance: float = 1.03,
 ) -> Partition:
     """Partitions the nodes of a graph whose edges may exceed the memory.
+
+    edges  as `TensorEdges` has them: their number, and chunks that are read repeatedly
 
     No part owns more than max(ceil(n/P), balance n/P) nodes, nor, where there is room
     for all, more in-edges than its share times 1 + 2 (balance - 1). Deterministic for a
@@ -488,7 +479,7 @@ class _StreamCut:
 
     def __init__(
         self,
-        edges: EdgeStream,
+        edges: Any,
         num_nodes: int,
         num_parts: int,
         seed: int,

@@ -9,9 +9,10 @@ by reading the parts back, one after another.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -173,12 +174,8 @@ class _Writer:
         edges = self._edges()
         for name, kind in self.kinds.items():
             column = self.graph.columns[name]
-            if kind == "node":
-                pieces = self._node_rows(name, column)
-                self._scatter(file_name(kind, name), column, partition.sizes, pieces)
-            else:
-                pieces = self._edge_rows(name, column)
-                self._scatter(file_name(kind, name), column, edges.tolist(), pieces)
+            rows = self._node_rows if kind == "node" else self._edge_rows
+            self._scatter(file_name(kind, name), column, rows(name, column))
         of_nodes = self.kinds.get("train_mask") == "node"
         train = _train_mask(self.graph) if of_nodes else None
         figures = self._count_rows(edges, grid, train)
@@ -192,18 +189,15 @@ class _Writer:
         size = np.zeros(parts, np.int64)
         for _, dst in self.graph.edges.chunks("counting the edges of parts"):
             size += np.bincount(owner[dst], minlength=parts)
-        gid = self._files("edge_gid.npy", np.dtype(np.int64), [(int(m),) for m in size])
-        ends = self._files(
-            "edge_index.npy", np.dtype(np.int64), [(2, int(m)) for m in size]
-        )
-        done, start = np.zeros(parts, np.int64), 0
+        gid = self._files("edge_gid.npy", np.int64, [(0,)] * parts)
+        ends = self._files("edge_index.npy", np.int64, [(2, int(m)) for m in size])
+        start = 0
         for pair in self.graph.edges.chunks("writing edges"):
             for part, here in group_by_part(owner[pair[1]]):
-                at, last = int(done[part]), int(size[part])
-                gid[part].write(at, start + here)
+                at, last = gid[part].shape[0], int(size[part])
+                gid[part].append(start + here)
                 ends[part].write(at, pair[0, here])
                 ends[part].write(last + at, pair[1, here])
-                done[part] += here.size
             start += pair.shape[1]
         return size
 
@@ -211,19 +205,14 @@ class _Writer:
         self,
         name: str,
         column: NpyColumn,
-        sizes: Sequence[int],
         pieces: Iterable[tuple[np.ndarray, np.ndarray]],
     ) -> None:
-        """Writes pieces (parts `[c]`, rows `[c, ...]`) to the files of parts, in order."""
-        row_shape = column.shape[1:]
-        files = self._files(
-            name, column.dtype, [(count, *row_shape) for count in sizes]
-        )
-        done, width = np.zeros(len(files), np.int64), int(np.prod(row_shape))
+        """Adds pieces (parts `[c]`, rows `[c, ...]`) to the files of parts, in order."""
+        shape = (0, *column.shape[1:])
+        files = self._files(name, column.dtype, [shape] * self.partition.num_parts)
         for owner, rows in pieces:
             for part, here in group_by_part(owner):
-                files[part].write(int(done[part]) * width, rows[here])
-                done[part] += here.size
+                files[part].append(rows[here])
 
     def _node_rows(
         self, name: str, column: NpyColumn
@@ -261,7 +250,7 @@ class _Writer:
             others += int(np.count_nonzero(~loop))
 
     def _files(
-        self, name: str, dtype: np.dtype, shapes: list[tuple[int, ...]]
+        self, name: str, dtype: Any, shapes: list[tuple[int, ...]]
     ) -> list[ArrayFile]:
         return [
             ArrayFile(self.out / part_name(part) / name, dtype, shape)

@@ -25,7 +25,7 @@ from pyg_distcomm.comm.consistency import naming
 from pyg_distcomm.kernels.sample_ops import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sampling.algebra import check_ids
+from pyg_distcomm.sampling.algebra import check_ids, offsets
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 MIN_WEIGHT = 1e-300  # of a positive weight
@@ -423,7 +423,7 @@ def _from_edges(
     ):
         what, do = f"the {end} nodes of edge_index", "; fix the edges, or num_nodes"
         check_ids(ids, size, what, " nodes", do)
-    colptr = _offsets(target, target_size)
+    colptr = offsets(torch.bincount(target, minlength=target_size))
     if is_sorted:
         if target.numel() and bool((target[1:] < target[:-1]).any()):
             raise ValueError(
@@ -454,12 +454,6 @@ def _own_copy(row: Tensor) -> Tensor:
 def _check_length(of: str, count: int, name: str, values: Tensor | None) -> None:
     if values is not None and values.numel() != count:
         raise ValueError(f"there are {values.numel()} {name} for {count} {of}")
-
-
-def _offsets(target: Tensor, size: int) -> Tensor:
-    colptr = torch.zeros(size + 1, dtype=torch.int64)
-    torch.cumsum(torch.bincount(target, minlength=size), 0, out=colptr[1:])
-    return colptr
 
 
 def _dtype(store: Any) -> torch.dtype:

@@ -83,17 +83,13 @@ class LayerEdges:
     weight: Tensor
 
     @staticmethod
-    def join(
-        parts: Sequence[LayerEdges], rows: Sequence[Tensor] | None = None
-    ) -> LayerEdges:
+    def join(parts: Sequence[LayerEdges], rows: Sequence[Tensor]) -> LayerEdges:
         """Joins the edges that different blocks hold: each row in one block at most.
 
-        Where block i was asked for some of the rows only, `rows[i]` are their places among
-        all; all blocks were asked for all columns.
+        Block i was asked for some rows, whose places among all are `rows[i]`, and for all
+        columns.
         """
-        own = [part.row for part in parts]
-        if rows is not None:
-            own = [place[row] for place, row in zip(rows, own, strict=True)]
+        own = [place[part.row] for place, part in zip(rows, parts, strict=True)]
         row, order = torch.sort(torch.cat(own), stable=True)
         return LayerEdges(
             row,

@@ -234,7 +234,7 @@ class RowRequest(RowRound):
     def reply(
         self, messages: Sequence[Tensor], columns: Sequence[torch.dtype] = ()
     ) -> RowReply:
-        """Sends every rank its answer (see `answer`); returns the answers received.
+        """Sends every rank its answer (see `RemoteRows.answer`); returns the answers received.
 
         `columns` are the dtypes of the values of each in-edge beside its pair.
         """
@@ -252,53 +252,6 @@ class RowRequest(RowRound):
         slot[self._order] = torch.arange(len(slot))
         more = tuple(_narrowed(w, c) for w, c in zip(rest, columns, strict=True))
         return RowReply(offset, pair, more, slot)
-
-
-def answer(
-    relations: Sequence[Relation],
-    frontiers: Sequence[tuple[int, Frontier]],
-    sampler: Any,
-    word: torch.dtype,
-    whole: bool = False,
-) -> Tensor:
-    """Draws the in-edges that one rank requests, and packs them into its message.
-
-    The number of in-edges of each node comes first, then the pairs of all, then the columns.
-
-    Args:
-        relations: the relations that hold the rows.
-        frontiers: (number of the relation, its frontier nodes), relations ascending.
-        sampler: draws from rows and writes pairs (`kernels.neighbor_sampler`).
-        word: the dtype of the message.
-        whole: whether to send weights and times of the in-edges, too.
-    """
-    found = []
-    for number, frontier in frontiers:
-        try:
-            drawn = sampler.draw_rows(relations[number], None, frontier, _allocate)
-        except UnweightedNode as error:
-            raise UnweightedNode(number, error.node) from None
-        start, entry, _ = drawn
-        found.append((relations[number], torch.from_numpy(start).diff(), entry))
-    columns = [
-        _widened(column[torch.from_numpy(entry)], word)
-        for relation, _, entry in found
-        for column in (columns_of(relation) if whole else [])
-    ]
-    heads = [count for _, count, _ in found]
-    draws = sum(len(entry) for _, _, entry in found)
-    sizes = [*map(len, heads), 2 * draws, *map(len, columns)]
-    words = torch.empty(sum(sizes), dtype=word)
-    parts = words.split(sizes)
-    at = sum(map(len, heads))
-    for count, part in zip(heads, parts, strict=False):
-        part.copy_(count)
-    for column, part in zip(columns, parts[len(heads) + 1 :], strict=True):
-        part.copy_(column)
-    for relation, _, entry in found:
-        sampler.write_pairs(relation, entry, words, at)
-        at += 2 * len(entry)
-    return words
 
 
 def columns_of(relation: Relation) -> list[Tensor]:
@@ -440,13 +393,48 @@ class RemoteRows:
         return self._index[self.relations[r].target].places(node)[0]
 
     def answer(
-        self, frontiers: list[tuple[int, Frontier]], whole: bool = False
+        self,
+        frontiers: Sequence[tuple[int, Frontier]],
+        whole: bool = False,
+        relations: Sequence[Relation] = (),
     ) -> Tensor:
-        """Draws the in-edges that one rank requests from this one; see `answer`."""
-        try:
-            return answer(self.relations, frontiers, self._sampler, self.word, whole)
-        except UnweightedNode as error:
-            raise self.unweighted(error, error.relation) from None
+        """Draws the in-edges that one rank requests, and packs them into its message.
+
+        The number of in-edges of each node comes first, then the pairs of all, then columns.
+
+        Args:
+            frontiers: (number of the relation, its frontier nodes), relations ascending.
+            whole: whether to send weights and times of the in-edges, too.
+            relations: those that hold the rows, if these are not in this rank's block.
+        """
+        found = []
+        for number, frontier in frontiers:
+            relation = (relations or self.relations)[number]
+            try:
+                drawn = self._sampler.draw_rows(relation, None, frontier, _allocate)
+            except UnweightedNode as error:
+                raise self.unweighted(error, number) from None
+            start, entry, _ = drawn
+            found.append((relation, torch.from_numpy(start).diff(), entry))
+        columns = [
+            _widened(column[torch.from_numpy(entry)], self.word)
+            for relation, _, entry in found
+            for column in (columns_of(relation) if whole else [])
+        ]
+        heads = [count for _, count, _ in found]
+        draws = sum(len(entry) for _, _, entry in found)
+        sizes = [*map(len, heads), 2 * draws, *map(len, columns)]
+        words = torch.empty(sum(sizes), dtype=self.word)
+        parts = words.split(sizes)
+        at = sum(map(len, heads))
+        for part, count in zip(parts, heads, strict=False):
+            part.copy_(count)
+        for part, column in zip(parts[len(heads) + 1 :], columns, strict=True):
+            part.copy_(column)
+        for relation, _, entry in found:
+            self._sampler.write_pairs(relation, entry, words, at)
+            at += 2 * len(entry)
+        return words
 
     def draws(self, request: RowRequest, messages: Sequence[Tensor]) -> RemoteDraws:
         """Sends every rank its answer; returns the draws that this rank requested."""
@@ -486,12 +474,8 @@ class RemoteRows:
         if self.channel.col.size > 1:
             arrived = self._arrived(r, answers)
             messages = [
-                answer(
-                    [arrived],
-                    [(0, all_in_edges(node, answers.slot[place]))],
-                    self._sampler,
-                    self.word,
-                    whole=True,
+                self.answer(
+                    [(0, all_in_edges(node, answers.slot[place]))], True, [arrived]
                 )
                 for node, place in zip(
                     requested, places.split([len(n) for n in requested]), strict=True
