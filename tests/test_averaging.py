@@ -521,15 +521,6 @@ def _zero(model, mesh):
     return _by(model, optimizer, DistributedDataParallel(model))
 
 
-def _own_all_reduce(model, mesh):
-    def average():
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= mesh.size
-
-    return _by(model, average=average)
-
-
 def _own_sum(model, mesh):
     """A sum in another order on each rank, which rounds in another way."""
 
@@ -571,7 +562,6 @@ AVERAGED = {
     "replicate": lambda model, mesh: _by(model, run=pdc.replicate(model, mesh)),
     "ddp": lambda model, mesh: _by(model, run=DistributedDataParallel(model)),
     "zero": _zero,
-    "own all_reduce": _own_all_reduce,
     "own sum": _own_sum,
     "own parameters": _own_parameters,
     "probed": _probed,

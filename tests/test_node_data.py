@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import scipy.sparse
 import tiers
 import torch
-import torch.nn.functional as F
 from torch_geometric.utils import to_undirected
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -124,49 +122,26 @@ def test_ogbs_own_class_reads_its_files(tmp_path, name):
     assert torch.equal(again.y, data.y)
 
 
-def write_pyg(root, name):
-    """Writes the raw files of PyG's Reddit, Flickr or Yelp."""
+def test_pygs_own_class_reads_its_files(tmp_path):
     given = graph()
-    raw = root / name.lower() / "raw"
+    raw = tmp_path / "reddit" / "raw"
     raw.mkdir(parents=True)
-    src, dst = given["edges"]
-    matrix = scipy.sparse.coo_matrix((np.ones(E, np.float32), (src, dst)), (N, N))
-    if name == "Reddit":
-        kinds = np.ones(N, np.int64)
-        for number, part in enumerate(("valid", "test"), 2):
-            kinds[split(given)[part]] = number
-        np.savez(
-            raw / "reddit_data.npz",
-            feature=given["x"],
-            label=given["y"],
-            node_types=kinds,
+    matrix = scipy.sparse.coo_matrix((np.ones(E, np.float32), given["edges"]), (N, N))
+    kinds = np.ones(N, np.int64)
+    for number, part in enumerate(("valid", "test"), 2):
+        kinds[split(given)[part]] = number
+    arrays = {"feature": given["x"], "label": given["y"], "node_types": kinds}
+    np.savez(raw / "reddit_data.npz", **arrays)
+    scipy.sparse.save_npz(raw / "reddit_graph.npz", matrix)
+    for data in (
+        load_node_data("Reddit", tmp_path),
+        load_node_data(
+            str(tmp_path / "reddit" / "Reddit")
+        ),  # by the folder of its files
+    ):
+        assert num_outputs(data.y) == 4
+        assert torch.equal(data.y, torch.from_numpy(given["y"]))
+        assert data.test_mask.nonzero().view(-1).tolist() == sorted(
+            split(given)["test"]
         )
-        scipy.sparse.save_npz(raw / "reddit_graph.npz", matrix)
-        return given
-    csr = matrix.tocsr()
-    arrays = {"data": csr.data, "indices": csr.indices, "indptr": csr.indptr}
-    np.savez(raw / "adj_full.npz", shape=csr.shape, **arrays)
-    np.save(raw / "feats.npy", given["x"])
-    several = name == "Yelp"
-    classes = {
-        str(k): [int(c == y) for c in range(4)] if several else int(y)
-        for k, y in enumerate(given["y"])
-    }
-    (raw / "class_map.json").write_text(json.dumps(classes))
-    role = dict(zip(("tr", "va", "te"), split(given).values(), strict=True))
-    (raw / "role.json").write_text(json.dumps({k: v.tolist() for k, v in role.items()}))
-    return given
-
-
-@pytest.mark.parametrize("name", ["Reddit", "Flickr", "Yelp"])
-def test_pygs_own_classes_read_their_files(tmp_path, name):
-    given = write_pyg(tmp_path, name)
-    path = tmp_path / name.lower() / name  # by the folder of its files
-    data = load_node_data(str(path) if name == "Flickr" else name, tmp_path)
-    labels = torch.from_numpy(given["y"])
-    assert num_outputs(data.y) == 4
-    want = F.one_hot(labels).float() if name == "Yelp" else labels
-    assert torch.equal(data.y, want)
-    assert data.test_mask.nonzero().view(-1).tolist() == sorted(split(given)["test"])
-    src, dst = given["edges"]
-    assert data.num_edges == len(set(zip(src.tolist(), dst.tolist(), strict=True)))
+        assert data.num_edges == matrix.tocsr().nnz

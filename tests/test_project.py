@@ -5,17 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import os
 import re
 import subprocess
 import sys
-import tarfile
 from importlib.metadata import version
 from pathlib import Path
 
 import private_apis
 import pytest
-import tiers
 
 import pyg_distcomm
 import pyg_distcomm as pdc
@@ -135,39 +132,6 @@ def test_files_that_pages_name_are_there():
         for file in named:
             places = (ROOT / file, PACKAGE / file)
             assert any(place.is_file() for place in places), f"{name}: {file}"
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_an_sdist_passes_its_own_tests(tmp_path):
-    pytest.importorskip("flit_core", reason="pip install flit_core")
-    if not (ROOT / ".git").exists():
-        pytest.skip("this is an sdist already")
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    make = f"from flit_core.buildapi import build_sdist; build_sdist({str(tmp_path)!r})"
-    subprocess.run([sys.executable, "-c", make], cwd=clone, check=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(archive) as packed:
-        packed.extractall(tmp_path, filter="data")
-    source = tmp_path / archive.name.removesuffix(".tar.gz")
-    files = [
-        {p.relative_to(home) for p in (home / "tests").rglob("*")}
-        for home in (clone, source)
-    ]
-    assert files[0] == files[1]
-    quick = "test_project test_house test_plugins".split()
-    quick = [f"tests/{name}.py" for name in quick]
-    run = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *quick]
-    done = subprocess.run(
-        [*run, "-k", "not contributing"],
-        cwd=source,
-        env={**os.environ, "PYTHONPATH": str(source)},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
 
 
 # Versions that are declared, tested and told agree; private APIs are those of their list ---

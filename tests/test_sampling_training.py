@@ -1,8 +1,4 @@
-"""Training by minibatches of a partitioned graph: its gradients, its steps.
-
-Where one process is compared with several, it samples the whole graph with this package's
-loaders, whose batches have the distribution of PyG's (`test_sampling_statistics.py`).
-"""
+"""Training by minibatches of a partitioned graph: the gradients of an epoch."""
 
 from __future__ import annotations
 
@@ -44,9 +40,6 @@ def loss_of(model, batch, kind, **how):
     out = model(batch.x, batch.edge_index, weight)[: batch.batch_size]
     loss = F.cross_entropy(out, batch.y[: batch.batch_size], **how)
     return 0 * loss if batch.get("padding", False) else loss
-
-
-# ------------------------------------------------------------------------ gradients
 
 
 def rounded(name):
@@ -127,74 +120,3 @@ def test_minibatches_of_all_neighbours_add_up_to_the_full_gradient(name, cutter,
                 atol=1e-9,
                 msg=lambda m, at=(kind, options, which): f"{at}: {m}",
             )
-
-
-# ---------------------------------------------------------------------------- steps
-
-FANOUTS = {"sage": [3, 2], "ladies": [12, 10], "fastgcn": [9, 14]}
-
-
-def sampled(kind, data, **options):
-    some = len(options["input_nodes"]) > 0  # torch's sampler shuffles no empty list
-    options = {"shuffle": some, "seed": 5, "batch_size": 3, **options}
-    if kind == "sage":
-        return DistNeighborLoader(data, FANOUTS[kind], **arguments(**options))
-    return DistLayerLoader(data, FANOUTS[kind], kind, **arguments(**options))
-
-
-def alone(kind, data, seeds, size, epochs):
-    """The steps of several ranks by one process, which holds the whole graph."""
-    net = network(kind)
-    opt = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-    loader = sampled(kind, data, input_nodes=seeds, split=False)
-    for _ in range(epochs):
-        batches = list(loader)
-        for first in range(0, len(batches), size):
-            opt.zero_grad()
-            for batch in batches[first : first + size]:
-                (loss_of(net, batch, kind) / size).backward()
-            opt.step()
-    return [p.detach() for p in net.parameters()]
-
-
-def together(kind, mesh, share, seeds, epochs, **options):
-    """The loop of examples/partitioned_sampling.py."""
-    net = network(kind)
-    model = pdc.replicate(net, mesh)
-    opt = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-    loader = sampled(kind, share, input_nodes=seeds, **options)
-    for _ in range(epochs):
-        for batch in loader:
-            opt.zero_grad()
-            loss_of(model, batch, kind).backward()
-            opt.step()
-    return net
-
-
-@pytest.mark.parametrize(
-    ("size", "name", "cutter", "seeds"),
-    [
-        tiers.rarely(2, "directed", "metis", "train"),
-        (2, "directed", "empty_rank", "train"),  # the last rank owns nothing
-        tiers.rarely(3, "directed", "no_train", "train"),  # rank 0 has all the seeds
-        tiers.rarely(3, "undirected", "random", [4]),  # two of three ranks have none
-        tiers.rarely(2, "directed", "random", "none"),
-        tiers.rarely(3, "star", "empty_rank", "all"),  # every rank wants the hub
-        tiers.rarely(3, "isolated", "lopsided", "all"),  # minibatches without an edge
-        tiers.rarely(2, "edgeless", "random", "train"),
-    ],
-)
-@worlds.on()
-def test_ranks_take_the_steps_of_one_process(size, name, cutter, seeds):
-    mesh, data = worlds.mesh(), GRAPHS[name]()
-    share = pdc.partition(data, mesh, owners(cutter, data, size))
-    every = torch.arange(data.num_nodes)
-    ids = {"train": every[data.train_mask], "all": every, "none": every[:0]}
-    ids = ids[seeds] if isinstance(seeds, str) else torch.tensor(seeds)
-    for kind in FANOUTS:
-        want = alone(kind, data, ids, size, 2)
-        for options in ({"bulk_size": 1}, {"sample_at": "requester", "prefetch": 0}):
-            net = together(kind, mesh, share, ids, 2, **options)
-            for p, q in zip(net.parameters(), want, strict=True):
-                assert bool(p.isfinite().all())
-                torch.testing.assert_close(p.detach(), q, rtol=1e-9, atol=1e-9)
