@@ -194,25 +194,33 @@ class KeyedNeighborSampler(NeighborSampler):
     def _name_types(self, backward: bool) -> None:
         """Sets the attributes of the graph that PyG's methods and its users read."""
         topology, graph = self._topology, self._topology.graph
-        self.node_types, self.edge_types = topology.node_types, topology.edge_types
-        clocks, edges = (
-            _named(self.node_types, graph.time),
-            _named(self.edge_types, graph.relations),
-        )
-        times = {k: t for k, t in clocks.items() if t is not None}
-        edge_times = {k: r.time for k, r in edges.items() if r.time is not None}
-        weights = {k: r.weight for k, r in edges.items() if r.weight is not None}
-        if self.is_hetero:
+        self.node_types = topology.node_types
+        self.edge_types = topology.edge_types
+        hetero = topology.edge_types != [None]
+        clocks, relations = _named(self.node_types, graph.time), graph.relations
+        edges = _named(self.edge_types, relations)
+        node_time = {k: t for k, t in clocks.items() if t is not None}
+        edge_time = {k: r.time for k, r in edges.items() if r.time is not None}
+        weight = {k: r.weight for k, r in edges.items() if r.weight is not None}
+        if hetero:
             self.num_nodes: Any = _named(self.node_types, graph.sizes)
-            self.node_time, self.edge_time = times or None, edge_times or None
-            self.edge_weight = weights or None
-            if backward:
-                self.edge_types = [(end, name, at) for at, name, end in self.edge_types]
+            self.node_time = node_time or None
+            self.edge_time = edge_time or None
+            self.edge_weight = weight or None
         else:
             self.num_nodes = graph.sizes[0]
-            self.node_time, self.edge_time = times.get(None), edge_times.get(None)
-            self.edge_weight = weights.get(None)
-            self.colptr = graph.relations[0].colptr
+            self.node_time = node_time.get(None)
+            self.edge_time = edge_time.get(None)
+            self.edge_weight = weight.get(None)
+            self.colptr = relations[0].colptr
+        self.to_backward_edge_type: dict[Any, Any] = {}
+        if backward and hetero:
+            self.to_backward_edge_type = {k: _reversed(k) for k in self.edge_types}
+            self.to_restored_edge_type = {_reversed(k): k for k in self.edge_types}
+            self.edge_types = list(self.to_restored_edge_type)
+        if hetero:
+            self.to_rel_type = {k: "__".join(k) for k in self.edge_types}
+            self.to_edge_type = {v: k for k, v in self.to_rel_type.items()}
 
     @property
     def row(self) -> Tensor:
@@ -542,6 +550,11 @@ def check_draws(draws: str, replace: bool) -> str:
             "draws='neighbor'"
         )
     return draws
+
+
+def _reversed(edge_type: Any) -> Any:
+    source, name, target = edge_type
+    return target, name, source
 
 
 def _named(names: list[Any], values: Sequence[Any]) -> dict[Any, Any]:
