@@ -51,7 +51,7 @@ class Uniform(ast.NodeTransformer):
     neighbours, so that they are no matter of chance.
     """
 
-    SHORT = ("epochs", "n_epochs", "num_epochs", "n_steps")
+    SHORT = ("epochs", "num_epochs", "n_steps")
 
     def __init__(self, epochs, batch):
         self.epochs, self.batch = epochs, batch
@@ -564,19 +564,6 @@ class AmazonBook(StandIn):
         return data
 
 
-class AMiner(StandIn):
-    def make(self):
-        g, data = numbers("AMiner"), HeteroData()
-        n = {"author": 120, "paper": 200, "venue": 12}
-        for name, count in n.items():
-            data[name].num_nodes = count
-        data["author"].y_index, data["author"].y = torch.arange(120), ints(g, 4, 120)
-        writes, shown = links(g, 120, 200, 400), links(g, 200, 12, 100)
-        both_ways(data, "author", "writes", "paper", "written_by", writes)
-        both_ways(data, "paper", "published_in", "venue", "publishes", shown)
-        return data
-
-
 class OGB_MAG(StandIn):
     num_classes = 4
 
@@ -618,15 +605,6 @@ class JODIEDataset(StandIn):
         when = torch.from_numpy(np.sort(g.integers(0, 10_000, e)))
         msg = normal(g, e, 12)
         return TemporalData(ints(g, 40, e), ints(g, 30, e) + 40, when, msg)
-
-
-class FB15k_237(StandIn):
-    def make(self):
-        split = self.options["split"]
-        g, n, e = numbers(split), 150, 900
-        data = Data(edge_index=ints(g, n, 2, e), edge_type=ints(g, 6, e), num_nodes=n)
-        data.edge_type[:6] = torch.arange(6)
-        return data
 
 
 class PygNodePropPredDataset(StandIn):
