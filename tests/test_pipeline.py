@@ -289,10 +289,6 @@ LINKS = {
 }
 
 
-def halo_bytes(ledger):
-    return sum(ledger.bytes(op, "world") for op in ("halo", "halo_reduce"))
-
-
 def made(stages, link, stack="gcnii", lr=0.3, **options):
     """A pipeline, a share with a link, and an optimizer."""
     mesh = worlds.mesh(stages=stages)
@@ -304,12 +300,8 @@ def made(stages, link, stack="gcnii", lr=0.3, **options):
 
 def go_on(pipe, share, opt, epochs):
     """Losses, outputs, bytes of halos, as they were foretold, and gradients of some epochs."""
-    link, ledger, losses, moved = (
-        share.edge_index.topology.link,
-        pipe.mesh.ledger,
-        [],
-        [],
-    )
+    link, ledger = share.edge_index.topology.link, pipe.mesh.ledger
+    losses, moved = [], []
     pipe(share)
     for _ in range(epochs):
         opt.zero_grad()
