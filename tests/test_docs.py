@@ -208,18 +208,6 @@ def leaves(nav):
     return [page for one in within for page in leaves(one)]
 
 
-def test_no_two_pages_have_one_title():
-    hooks = _hooks()
-    texts = {path: path.read_text() for path in PAGES}
-    texts |= {p: p.read_text() for p in hooks.added().values() if p.suffix == ".md"}
-    texts |= hooks.api_pages()
-    titles = {}
-    for path, text in texts.items():
-        text = hooks.api_pages().get(str(path).removeprefix(f"{DOCS}/"), text)
-        titles.setdefault(re.search(r"^# (.+)$", text, re.M)[1], set()).add(text)
-    assert [title for title, found in titles.items() if len(found) > 1] == []
-
-
 def test_every_entry_of_the_reference_has_a_page_that_begins_with_its_example():
     hooks = _hooks()
     pages = [text for place, text in hooks.api_pages().items() if place.count("/") > 1]

@@ -290,7 +290,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 56_300,
     "modules": 139,
-    "lines of tests and their helpers": 39_000,
+    "lines of tests and their helpers": 37_600,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,
     "classes that intercept ops or functions of torch": 4,
