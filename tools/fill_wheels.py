@@ -4,14 +4,12 @@
 
 The wheels are those of a Linux machine with that Python, and in all less than 60 MiB, so that
 they travel with the sources. For that, large ones are compressed by LZMA, which the format
-allows and pip reads; it takes a minute or two. torch and Triton are expected on the machine:
-`--with-torch` adds them, which makes gigabytes.
+allows and pip reads; it takes a minute or two. torch and Triton are expected on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 import zipfile
@@ -19,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tools" / "wheels"
-MOST = 60 * 2**20  # bytes without torch
+MOST = 60 * 2**20  # bytes
 LARGE = 2**20  # bytes from which a wheel is compressed anew
 # what the package, the benchmark and its tests import; PyG names more, which it asks for late
 NEEDED = """
@@ -52,25 +50,10 @@ def compress(path: Path) -> None:
     fresh.replace(path)
 
 
-def add_torch(python: str, own: list[Path]) -> None:
-    """Adds the torch that the README names, and what it needs, each once."""
-    pin = re.search(r"torch==[\d.]+", (ROOT / "README.md").read_text())
-    download(python, pin[0] if pin else "torch")
-    named = {path.name.partition("-")[0].lower() for path in own}
-    for path in set(FOLDER.glob("*.whl")) - set(own):
-        if path.name.partition("-")[0].lower() in named:  # in another version
-            path.unlink()
-    size = sum(path.stat().st_size for path in FOLDER.glob("*.whl"))
-    print(f"{size / 2**20:6.0f} MiB with torch")
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Fills the folder; returns 1 if it is too large."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--python", default="3.12", help="of the machine (%(default)s)")
-    parser.add_argument(
-        "--with-torch", action="store_true", help="torch and all it needs, too"
-    )
     args = parser.parse_args(arguments)
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.glob("*.whl"):
@@ -84,8 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
     for path in sorted(own, key=lambda path: -path.stat().st_size)[:5]:
         print(f"{path.stat().st_size / 2**20:6.1f} MiB  {path.name}")
     print(f"{size / 2**20:6.1f} MiB in {len(own)} wheels, in {FOLDER}")
-    if args.with_torch:
-        add_torch(args.python, own)
     if size > MOST:
         print(f"more than {MOST / 2**20:.0f} MiB: leave something out of NEEDED")
     return int(size > MOST)

@@ -6,11 +6,11 @@
 #     tools/on_gpu.sh --smoke                      # without a GPU: that all of it runs
 #
 # It needs the sources with tools/wheels, and a Python with torch and Triton (PYTHON=python3.12
-# names one that is not `python3`; torch may come with the wheels, too). The wheels are unpacked
-# into a folder of /tmp that is deleted at the end, so that neither pip nor venv is needed and
-# nothing is installed. Without wheels, that Python's own packages are used. Ranks of one machine
-# talk over 127.0.0.1: where the loopback is down, as in a fresh network namespace, it is brought
-# up. Options go to benchmarks/cuda.py; the report is on_gpu.md by default.
+# names one that is not `python3`). The wheels are unpacked into a folder of /tmp that is
+# deleted at the end, so that neither pip nor venv is needed and nothing is installed. Without
+# wheels, that Python's own packages are used. Ranks of one machine talk over 127.0.0.1: where
+# the loopback is down, as in a fresh network namespace, it is brought up. Options go to
+# benchmarks/cuda.py; the report is on_gpu.md by default.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -82,7 +82,7 @@ END
 export PYTHONPATH=$place:$root
 export PYTHONUNBUFFERED=1
 "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' ||
-    stop "$python has no torch: install it, or fill the wheels with --with-torch."
+    stop "$python has no torch: install it."
 
 # in the background, so that a signal is passed on at once
 "$python" "$root/benchmarks/cuda.py" --report "$report" "$@" &
