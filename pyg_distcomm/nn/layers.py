@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -378,23 +378,23 @@ class _MadeLayer(HaloExecution):
         vars(self)["inspector"] = found
 
 
-# A class of each layer, under its own name and under PyG's: those above, and one that is made
-# of every other. Its name differs, since PyG keeps the source of classes by their names.
-__all__ = [
-    name
-    for name, kind in vars(pyg).items()
-    if isinstance(kind, type)
-    and issubclass(kind, (pyg.MessagePassing, pyg.GroupAddRev))
-]
-for _name in __all__:
-    _ours = f"Dist{_name}"
-    if _ours not in globals():
-        _bases = _MadeLayer, getattr(pyg, _name)
-        globals()[_ours] = type(_ours, _bases, {"__module__": __name__})
-    globals()[_name] = globals()[_ours]
-
-# which type checkers know
 GCN2Conv, GCNConv, SAGEConv = DistGCN2Conv, DistGCNConv, DistSAGEConv
+
+if not TYPE_CHECKING:  # type checkers know the classes above, and the rest as Any
+    # A class of each layer, under its own name and under PyG's: those above, and one made of
+    # every other. Its name differs, since PyG keeps the source of classes by their names.
+    __all__ = [
+        name
+        for name, kind in vars(pyg).items()
+        if isinstance(kind, type)
+        and issubclass(kind, (pyg.MessagePassing, pyg.GroupAddRev))
+    ]
+    for _name in __all__:
+        _ours = f"Dist{_name}"
+        if _ours not in globals():
+            _bases = _MadeLayer, getattr(pyg, _name)
+            globals()[_ours] = type(_ours, _bases, {"__module__": __name__})
+        globals()[_name] = globals()[_ours]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
