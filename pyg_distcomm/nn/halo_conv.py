@@ -367,18 +367,21 @@ def _explaining_memory(
     conv: Any, run: Callable[..., Any], topology: Topology
 ) -> Callable[..., Any]:
     """Returns a call of `run` that explains an out-of-memory error of a layer."""
-    nodes, count = topology.nodes, len(topology.edges)
-    what = f"{type(conv).__name__}, with messages of {count:,} edges and its halo,"
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        def size() -> int:
-            given = [x for x in tree_leaves((args, kwargs)) if type(x) is DistTensor]
-            rows = [x.local[:1].nbytes for x in given if x.dim_ == 0]
-            widest = max(rows, default=8)
-            return (count + topology.locals.halo.num_ghosts + len(nodes)) * widest
-
-        with needing(what, size, watch_of(nodes.mesh), topology.device):
+        try:
             return run(*args, **kwargs)
+        except (RuntimeError, MemoryError):
+            given = [x for x in tree_leaves((args, kwargs)) if type(x) is DistTensor]
+            widest = max((x.local[:1].nbytes for x in given if not x.dim_), default=8)
+            nodes, count = topology.nodes, len(topology.edges)
+            rows = count + topology.locals.halo.num_ghosts + len(nodes)
+            what = (
+                f"{type(conv).__name__}, with messages of {count:,} edges and its halo,"
+            )
+            watch = watch_of(nodes.mesh)
+            with needing(what, lambda: rows * widest, watch, topology.device):
+                raise
 
     return call
 

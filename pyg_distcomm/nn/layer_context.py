@@ -69,8 +69,8 @@ class LayerContext:
     def __init__(
         self, layer: Any, own: OwnLink, edges: DistEdgeIndex, given: Any = None
     ) -> None:
-        self.layer, self.given, self.nodes = layer, given, edges.nodes
-        self.topology = edges._topology  # in the direction of its messages
+        self.layer, self.given, self.topology = layer, given, edges._topology
+        self.nodes = self.topology.nodes
         if layer.flow != "source_to_target":
             self.topology = self.topology.reversed
         self.link = agreed_link(layer, own, edges._topology)
