@@ -323,7 +323,7 @@ def automatic():
     total = sum(got[k] for k in ("exchange", "parameters", "rest"))
     assert mesh.grid == mesh.plan.grid
     assert total == mesh.plan.bytes_by_rank[mesh.rank]
-    coded = pdc.Auto(data, [64, 64], inputs="changing", codecs=["bf16"])
+    coded = pdc.Auto(data, [7, 64, 64, 4], inputs="changing", codecs=["bf16"])
     codec = pdc.init(coded, timeout=60).plan.codec
     assert codec == ("bf16" if mesh.size > 1 else "plain")
     return mesh.grid
