@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import struct
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -58,6 +59,11 @@ def test_what_is_no_data_is_refused_by_name():
             encode([value])
 
 
+@dataclass
+class Foreign:
+    value: int = 0
+
+
 def crafted(tree, rest=b""):
     text = json.dumps(tree).encode()
     return struct.pack("<Q", len(text)) + text + rest
@@ -70,6 +76,7 @@ def crafted(tree, rest=b""):
         pickle.dumps(os.system),
         crafted({"data": ["os", "system", {"dict": []}]}),
         crafted({"data": ["pyg_distcomm.cli.doctor", "os", {"dict": []}]}),
+        crafted({"data": [__name__, "Foreign", {"dict": [["value", 1]]}]}),
         crafted({"data": [*ENTRY, {"dict": [["__class__", 1]]}]}),
         crafted({"dtype": "load"}),
         crafted({"tensor": [FLOAT, [1 << 40], FOUR]}, b"1234"),
