@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import worlds
+from problems import GRAPHS
 
+import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import Entry
 from pyg_distcomm.comm.serialization import decode, encode
@@ -54,7 +56,8 @@ def test_values_come_back_as_they_were():
 
 
 def test_what_is_no_data_is_refused_by_name():
-    for value in (object(), lambda: 0, random.Random(), os):
+    rows = pdc.partition(GRAPHS["undirected"](), pdc.init()).x  # of all ranks
+    for value in (object(), lambda: 0, random.Random(), os, rows):
         with pytest.raises(TypeError, match="send numbers, text, tensors"):
             encode([value])
 

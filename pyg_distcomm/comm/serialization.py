@@ -214,7 +214,11 @@ def _is(kind: Any) -> Callable[[Any], bool]:
 # name -> what tells a value of a kind, takes it apart, and makes it of its parts
 _KINDS: dict[str, tuple[Callable[..., bool], Callable[..., Any], Callable[..., Any]]]
 _KINDS = {
-    "tensor": (_is(Tensor), _tensor_parts, _make_tensor),
+    "tensor": (
+        lambda value: isinstance(value, Tensor) and not hasattr(value, "full_tensor"),
+        _tensor_parts,
+        _make_tensor,
+    ),
     "number": (_is(np.generic), np.asarray, lambda array: array[()]),
     "bytes": (_is(bytes), partial(np.frombuffer, dtype=np.uint8), np.ndarray.tobytes),
     "size": (_is(torch.Size), list, torch.Size),
