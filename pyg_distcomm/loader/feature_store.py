@@ -162,20 +162,18 @@ def ids_of(asked: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     return torch.as_tensor(ids).cpu()
 
 
-def checked_ids(asked: Any, what: str, total: int) -> Tensor:
-    """Returns ids as a vector of integers, or raises ValueError."""
-    wanted = f"{what} must be a vector of integers (or in an index, a mask of {total})"
+def id_vector(given: Any, wanted: str, masks: bool = False) -> Tensor:
+    """Returns ids as a vector, or a mask where there may be one; or raises ValueError."""
     try:
-        ids = ids_of(asked)
+        ids = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{wanted}, got {asked!r}") from None
-    none = ids.shape == (0,)  # an empty list is one of floats
-    if not none and (
-        ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool
-    ):
-        raise ValueError(f"{wanted}, got {ids.dtype} {list(ids.shape)}")
-    check_range(ids, total, what)
-    return ids.long()
+        raise ValueError(f"{wanted}, got {given!r}") from None
+    if ids.shape == (0,) and (ids.is_floating_point() or not masks):  # an empty list
+        return ids.long()
+    whole = not (ids.is_floating_point() or ids.is_complex())
+    if ids.dim() != 1 or not whole or (ids.dtype == torch.bool and not masks):
+        raise ValueError(f"{wanted}, got {list(ids.shape)} of {ids.dtype}")
+    return ids
 
 
 def check_range(values: Tensor, end: int, what: str) -> None:
@@ -537,7 +535,7 @@ class DistFeatureStore(FeatureStore):
         """Fetches the cached rows of some attributes; collective over a column."""
         _, here = row_group.index.places(row_group.cached_gid)
         away = row_group.cached_gid[~here]
-        row_group.cached = row_group.cached.none()
+        row_group.cached = Index(_no_ids(), 0)
         self.learn_owners(row_group.group)
         if len(row_group.cached_gid):
             fetcher = self.fetcher({row_group.group: names}, exact=True)
@@ -612,11 +610,16 @@ class DistFeatureStore(FeatureStore):
                         f"got group {group!r}, but the store has {self.groups}; take one of "
                         "them"
                     )
-                what = f"ids of group {group!r}"
-                ids = checked_ids(asked, what, self.total(group))
+                what, total = f"ids of group {group!r}", self.total(group)
+                given, owner = asked if isinstance(asked, tuple) else (asked, None)
+                must = (
+                    f"must be a vector of integers (or in an index, a mask of {total})"
+                )
+                ids = id_vector(given, f"{what} {must}").cpu().long()
                 found[group] = ids
-                if isinstance(asked, tuple):
-                    owner = torch.as_tensor(asked[1]).cpu().long()
+                check_range(ids, total, what)
+                if owner is not None:
+                    owner = torch.as_tensor(owner).cpu().long()
                     if owner.shape != ids.shape:
                         raise ValueError(
                             f"owners must be given for each of {len(ids)} ids, got "

@@ -19,7 +19,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.random import keyed_choice
 from pyg_distcomm.kernels.core_ops import HASH_ODD, as_bytes, hash_sum
-from pyg_distcomm.loader.feature_store import DistFeatureStore
+from pyg_distcomm.loader.feature_store import DistFeatureStore, id_vector
 from pyg_distcomm.partition.partition import leave_in_file, pieces
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
 from pyg_distcomm.sampling.graph_source import edges_of
@@ -257,15 +257,7 @@ def seed_ids(nodes: Any) -> Tensor | None:
     if nodes is None:
         return None
     wanted = "input_nodes must be a vector of node ids, or a mask of nodes"
-    try:
-        ids = torch.as_tensor(nodes)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{wanted}, got {nodes!r}") from None
-    if ids.shape == (0,) and ids.is_floating_point():  # an empty list
-        return ids.long()
-    if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"{wanted}, got {list(ids.shape)} of {ids.dtype}")
-    return ids
+    return id_vector(nodes, wanted, masks=True)
 
 
 def check_mask(ids: Tensor | None, nodes: int | None) -> None:

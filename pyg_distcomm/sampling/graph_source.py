@@ -283,8 +283,9 @@ def _from_data(
                 replace(relation, source=index[source], target=index[target])
             )
     clocks = tuple(node_time.get(name) for name in node_types)
-    dtypes = {_dtype(_store(data, edge_type)) for edge_type in edge_types}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.int64
+    ids = [_store(data, edge_type).get("edge_index") for edge_type in edge_types]
+    narrow = bool(ids) and all(e is not None and e.dtype == torch.int32 for e in ids)
+    dtype = torch.int32 if narrow else torch.int64
     graph = SampleGraph(sizes, tuple(relations), clocks)
     return SampledTopology(graph, node_types, edge_types, dtype)
 
@@ -424,18 +425,19 @@ def _from_edges(
         what, do = f"the {end} nodes of edge_index", "; fix the edges, or num_nodes"
         check_ids(ids, size, what, " nodes", do)
     colptr = offsets(torch.bincount(target, minlength=target_size))
+    kind = torch.int32 if max(*sizes, target.numel()) < 2**31 else torch.int64
     if is_sorted:
         if target.numel() and bool((target[1:] < target[:-1]).any()):
             raise ValueError(
                 "is_sorted=True, but the edges are not sorted by their "
                 f"{'source' if backward else 'target'}; sort them, or leave is_sorted out"
             )
-        relation = Relation(0, 0, colptr, _own_copy(source), 1)
+        # checked ids, which the script may change
+        row = source.to(kind, copy=True).contiguous()
+        relation = Relation(0, 0, colptr, row, 1)
     else:
         when = edge_time if node_time is None else node_time[edges[0].long()]
         order = None if when is None else torch.argsort(when, stable=True)
-        narrow = max(*sizes, target.numel()) < 2**31
-        kind = torch.int32 if narrow else torch.int64
         pair = sorted_pairs(source, target, None, order, colptr, kind)
         relation = Relation(0, 0, colptr, pair, 2)
     if kept:
@@ -445,22 +447,9 @@ def _from_edges(
     return relation
 
 
-def _own_copy(row: Tensor) -> Tensor:
-    """Copies checked ids, which the script may change; as int32 if they fit."""
-    narrow = row.numel() == 0 or int(row.max()) < 2**31
-    return row.to(torch.int32 if narrow else torch.int64, copy=True).contiguous()
-
-
 def _check_length(of: str, count: int, name: str, values: Tensor | None) -> None:
     if values is not None and values.numel() != count:
         raise ValueError(f"there are {values.numel()} {name} for {count} {of}")
-
-
-def _dtype(store: Any) -> torch.dtype:
-    edges = store.edge_index if "edge_index" in store else None
-    return (
-        torch.int32 if edges is not None and edges.dtype == torch.int32 else torch.int64
-    )
 
 
 def _size(n: int | None) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -279,18 +279,9 @@ def _query(relation: int, frontier: Frontier | None) -> RowQuery:
     return RowQuery(relation, frontier.node, frontier.stream, frontier.max_time)
 
 
-@dataclass(eq=False)
-class _LayerRound:
-    """Holds the rows of one layer, their request, and the graph that multiplies them."""
-
-    rows: BulkNodes
-    request: RowRequest
-    server: LocalLayerGraph
-
-    @property
-    def received(self) -> list[BulkNodes]:
-        """Returns the rows that each rank requests from this one."""
-        return [BulkNodes.of([w.node for w in part]) for part in self.request.received]
+def _requested(request: RowRequest) -> list[BulkNodes]:
+    """Returns the rows that each rank requests from this one."""
+    return [BulkNodes.of([w.node for w in part]) for part in request.received]
 
 
 class PartitionedLayerGraph:
@@ -341,14 +332,15 @@ class PartitionedLayerGraph:
         self._own = self._local(relation, block.node_gid[0])
         self.scale = self._own.scale
         self._weighted = relation.weight is not None
-        self._round: _LayerRound | None = None
+        # the rows of a layer, their request, and the graph that multiplies them
+        self._round: tuple[BulkNodes, RowRequest, LocalLayerGraph] | None = None
 
     def sums(self, rows: BulkNodes) -> BulkMatrix:
         """Returns the weights of the rows of each minibatch, [k, n] int64."""
-        current = self._round_of(rows)
-        parts = [current.server.sums(requested) for requested in current.received]
+        request, server = self._round_of(rows)
+        parts = [server.sums(requested) for requested in _requested(request)]
         messages = [self._words(p.rowptr.diff(), p.col, p.values) for p in parts]
-        found, _ = current.request.send_parts(messages, "sums")
+        found, _ = request.send_parts(messages, "sums")
         return add([self._read_sums(part, len(rows)) for part in found])
 
     def column_sums(self) -> Tensor:
@@ -357,9 +349,9 @@ class PartitionedLayerGraph:
 
     def extract(self, rows: BulkNodes, cols: BulkNodes) -> LayerEdges:
         """Returns the edges from the columns to the rows of each minibatch."""
-        current = self._round_of(rows)
+        request, server = self._round_of(rows)
         self._round = None
-        wanted = current.request.sent > 0  # [peers, k]
+        wanted = request.sent > 0  # [peers, k]
         sizes = cols.ptr.diff() * wanted
         columns = RowRound(self._axis, sizes)
         coming = columns.table
@@ -371,11 +363,13 @@ class PartitionedLayerGraph:
             "columns",
         )
         messages = [
-            self._edges(current.server, asked, BulkNodes(ids.long(), offsets(counts)))
-            for asked, ids, counts in zip(current.received, theirs, coming, strict=True)
+            self._edges(server, asked, BulkNodes(ids.long(), offsets(counts)))
+            for asked, ids, counts in zip(
+                _requested(request), theirs, coming, strict=True
+            )
         ]
-        found, _ = current.request.send_parts(messages, "edges")
-        by_peer = current.request.asked
+        found, _ = request.send_parts(messages, "edges")
+        by_peer = request.asked
         parts = [
             self._read_edges(message, len(rows_there), place)
             for message, rows_there, place in zip(found, by_peer, places, strict=True)
@@ -392,10 +386,10 @@ class PartitionedLayerGraph:
             rows, self.num_nodes, self.rule, gid, self.most_rows, self._peak
         )
 
-    def _round_of(self, rows: BulkNodes) -> _LayerRound:
+    def _round_of(self, rows: BulkNodes) -> tuple[RowRequest, LocalLayerGraph]:
         """Sends the rows of a layer, once for both its sums and its edges; collective."""
-        if self._round is not None and self._round.rows is rows:
-            return self._round
+        if self._round is not None and self._round[0] is rows:
+            return self._round[1:]
         check_ids(rows.id, self.num_nodes, "rows")
         queries = [RowQuery(0, node) for node in rows.split()]
         if self.sample_at == "owner":
@@ -406,8 +400,8 @@ class PartitionedLayerGraph:
             requested = [w.node for part in request.received for w in part]
             wanted = torch.unique(torch.cat(none + requested))
             server = self._local(self._remote_rows.sorted_rows(0, wanted), wanted)
-        self._round = _LayerRound(rows, request, server)
-        return self._round
+        self._round = rows, request, server
+        return request, server
 
     # Messages -------------------------------------------------------------------------
 

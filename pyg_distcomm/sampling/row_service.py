@@ -69,10 +69,6 @@ class Index:
     def __len__(self) -> int:
         return len(self.gid)
 
-    def none(self) -> Index:
-        """Returns the index of no ids."""
-        return Index(self.gid[:0], self.total)
-
     @cached_property
     def _find(self) -> Callable[[Tensor], Tensor]:
         return kernels.rank_select_index(self.gid, self.total)
