@@ -46,6 +46,28 @@ Array = NDArray[Any]
 Allocate = Callable[[int], tuple[Array, int]]
 
 
+def check_ids(ids: Tensor, size: int, what: str, of: str = "", do: str = "") -> None:
+    """Raises ValueError for ids outside 0 .. size - 1; says of what, and what to do."""
+    if not ids.numel():
+        return
+    low, high = (int(v) for v in ids.aminmax())
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"{what} span {low} .. {high}, but there are {size}{of} (0 .. {size - 1}){do}"
+        )
+
+
+def check_seeds(ids: Tensor) -> Tensor:
+    """Returns seeds; raises ValueError unless they are a vector of ids."""
+    if ids.shape == (0,):
+        return ids
+    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"seeds must be a vector of node ids, got {list(ids.shape)} of {ids.dtype}"
+        )
+    return ids
+
+
 class Table:
     """Holds a slot for each node of a type; taking the next stamp empties it."""
 

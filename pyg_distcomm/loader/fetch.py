@@ -205,6 +205,7 @@ class Fetch:
         """
         queries, problem = self.plan(wanted, problem)
         axis, pending = self.channel.row, None
+        outputs = [self._output_of(column, queries) for column in self.columns]
         if axis.size > 1:
             round_ = self._start_round(queries, problem)
             asked: Counts = round_.table[:, 1:].t().tolist()
@@ -214,10 +215,11 @@ class Fetch:
                 message_bytes(self.columns, asked),
                 message_bytes(self.columns, [query.counts for query in queries]),
                 "fetch_rows",
+                self._receive_buffer(queries, outputs),
             )
         elif problem is not None:
             raise ValueError(problem)
-        return self._join(wanted, queries, pending)
+        return self._join(wanted, queries, outputs, pending)
 
     # Before anything travels ----------------------------------------------------------
 
@@ -368,63 +370,100 @@ class Fetch:
 
     # After ----------------------------------------------------------------------------
 
-    def _local_rows(
-        self, column: FetchedColumn, query: GroupQuery
-    ) -> tuple[list[Tensor], Tensor]:
-        """Returns local and cached rows, and a host tensor for received ones behind them.
+    def _output_of(
+        self, column: FetchedColumn, queries: Sequence[GroupQuery]
+    ) -> Tensor:
+        """Returns the tensor for the fetched rows of a column; received rows come last.
 
-        If all rows are local and can be read in place, they are the values of the column.
+        For a device it holds received rows only. If all rows are local and can be read in
+        place, it is the values of the column.
         """
-        place, values = self.placement, column.values
-        key, none = (column.group.group, column.name), values[:0]
+        query = queries[column.number]
         if self._reads_in_place(query):
-            return [values if place is None else place.rows(key, values)], none
-        cached = column.group.cached_rows.get(column.name, none)
-        if place is not None:
-            found = [place.take(key, values, query.here)]
-            if len(query.kept):
-                found.append(place.take((*key, "kept"), cached, query.kept))
-            return found, place.receive_buffer(sum(query.counts), values)
-        out = values.new_empty((len(query.ids), *values.shape[1:]))
-        sizes = len(query.here), len(query.kept), sum(query.counts)
-        here, kept, far = out.split(sizes)
-        take_rows(values, query.here, here)
-        if len(kept):
-            take_rows(cached, query.kept, kept)
-        return [out], far
+            return column.values
+        if self.placement is not None:
+            return self.placement.receive_buffer(sum(query.counts), column.values)
+        count = len(query.ids)
+        return column.values.new_empty((count, *column.values.shape[1:]))
+
+    def _receive_buffer(
+        self, queries: Sequence[GroupQuery], outputs: Sequence[Tensor]
+    ) -> Tensor | None:
+        """Returns the rows that the message is received into, if it needs no decoding."""
+        if len(self.columns) != 1 or not isinstance(self.columns[0].codec, Plain):
+            return None
+        query = queries[self.columns[0].number]
+        rows = outputs[0][len(outputs[0]) - sum(query.counts) :]
+        if not sum(query.counts) or not rows.numel():  # nothing is received
+            return None
+        return rows.view(-1).view(torch.uint8)
 
     def _join(
         self,
         wanted: Wanted,
         queries: Sequence[GroupQuery],
+        outputs: Sequence[Tensor],
         pending: collectives.Pending | None,
     ) -> dict[Group, Pool]:
         """Copies local and cached rows, decodes received ones, and returns the pools."""
-        place = self.placement
-        found = {c: self._local_rows(c, queries[c.number]) for c in self.columns}
+        direct = [self._reads_in_place(query) for query in queries]
+        for column, rows in zip(self.columns, outputs, strict=True):
+            query, row_group = queries[column.number], column.group
+            here, kept = len(query.here), len(query.here) + len(query.kept)
+            if not direct[column.number] and self.placement is None:
+                take_rows(column.values, query.here, rows[:here])
+                if kept > here:
+                    take_rows(
+                        row_group.cached_rows[column.name], query.kept, rows[here:kept]
+                    )
         if pending is not None:
-            message, counts = pending.wait(), [query.counts for query in queries]
-            away = [query.away for query in queries]
-            for column, some, part in _parts(self.columns, counts):
-                gid = away[column.number][some]
-                column.read(message[part], found[column][1][some], gid)
+            message = pending.wait()
+            if self._receive_buffer(queries, outputs) is None:
+                counts, away = (
+                    [query.counts for query in queries],
+                    [query.away for query in queries],
+                )
+                into = {
+                    column: rows[len(rows) - sum(counts[column.number]) :]
+                    for column, rows in zip(self.columns, outputs, strict=True)
+                }
+                for column, some, part in _parts(self.columns, counts):
+                    gid = away[column.number][some]
+                    column.read(message[part], into[column][some], gid)
+        if self.placement is not None:
+            outputs = [
+                self._to_device(*one, queries)
+                for one in zip(self.columns, outputs, strict=True)
+            ]
         pools: dict[Group, Pool] = {}
         for number, (row_group, query) in enumerate(
             zip(self.row_groups, queries, strict=True)
         ):
-            if row_group.group not in wanted:
-                continue
-            rows_of = {}
-            for column, (rows, far) in found.items():
-                if column.number == number:
-                    more = [] if place is None or not len(far) else [place.send(far)]
-                    every = [*rows, *more]
-                    rows_of[column.name] = (
-                        every[0] if len(every) == 1 else torch.cat(every)
-                    )
-            at = query.here if self._reads_in_place(query) else query.place
-            pools[row_group.group] = Pool(query.ids, at, rows_of)
+            if row_group.group in wanted:
+                pairs = zip(self.columns, outputs, strict=True)
+                rows_of = {c.name: rows for c, rows in pairs if c.number == number}
+                place = query.here if direct[number] else query.place
+                pools[row_group.group] = Pool(query.ids, place, rows_of)
         return pools
+
+    def _to_device(
+        self, column: FetchedColumn, rows: Tensor, queries: Sequence[GroupQuery]
+    ) -> Tensor:
+        """Returns the rows of a column on the device: local, cached, and received ones."""
+        place, query = self.placement, queries[column.number]
+        assert place is not None
+        row_group = column.group
+        key = row_group.group, column.name
+        if self._reads_in_place(query):
+            return place.rows(key, column.values)
+        parts = [place.take(key, column.values, query.here)]
+        if len(query.kept):
+            parts.append(
+                place.take(
+                    (*key, "kept"), row_group.cached_rows[column.name], query.kept
+                )
+            )
+        return torch.cat([*parts, place.send(rows)])
 
     def _reads_in_place(self, query: GroupQuery) -> bool:
         """Returns whether all rows of a query are local, and can be read in place."""

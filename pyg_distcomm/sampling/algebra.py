@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm import kernels
+from pyg_distcomm.kernels.sample_cpu import check_ids
 from pyg_distcomm.ops.csr import CSR, Pattern, spgemm
 
 __all__ = [
@@ -245,28 +246,6 @@ def _no_function(what: str) -> str:
         f"use {', '.join(sorted(ENTRYWISE))}, or return P.with_value(...) of a function "
         "of P.values, as P.with_value(P.values.sqrt())"
     )
-
-
-def check_ids(ids: Tensor, size: int, what: str, of: str = "", do: str = "") -> None:
-    """Raises ValueError for ids outside 0 .. size - 1; says of what, and what to do."""
-    if not ids.numel():
-        return
-    low, high = (int(v) for v in ids.aminmax())
-    if low < 0 or high >= size:
-        raise ValueError(
-            f"{what} span {low} .. {high}, but there are {size}{of} (0 .. {size - 1}){do}"
-        )
-
-
-def check_seeds(ids: Tensor) -> Tensor:
-    """Returns seeds; raises ValueError unless they are a vector of ids."""
-    if ids.shape == (0,):
-        return ids
-    if ids.dim() != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"seeds must be a vector of node ids, got {list(ids.shape)} of {ids.dtype}"
-        )
-    return ids
 
 
 def offsets(sizes: Tensor) -> Tensor:

@@ -22,10 +22,11 @@ from torch_geometric.data.graph_store import EdgeLayout
 from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm.comm.consistency import naming
+from pyg_distcomm.kernels.sample_cpu import check_ids
 from pyg_distcomm.kernels.sample_ops import Relation, SampleGraph
 from pyg_distcomm.ops.csr import sorted_pairs
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sampling.algebra import check_ids, offsets
+from pyg_distcomm.sampling.algebra import offsets
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 MIN_WEIGHT = 1e-300  # of a positive weight

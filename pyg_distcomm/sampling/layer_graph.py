@@ -32,8 +32,9 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_distcomm import kernels
+from pyg_distcomm.kernels.sample_cpu import check_ids
 from pyg_distcomm.kernels.sample_ops import Relation
-from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, check_ids, offsets
+from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, offsets
 from pyg_distcomm.sampling.graph_source import read_topology
 from pyg_distcomm.sampling.rules import COUNTED, SQUARED, Rule
 

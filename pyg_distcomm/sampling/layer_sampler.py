@@ -39,13 +39,12 @@ from torch_geometric.sampler import (
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm.random import fold, fresh_seed
+from pyg_distcomm.kernels.sample_cpu import check_ids, check_seeds
 from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
     BulkNodes,
     Sample,
     SharedRow,
-    check_ids,
-    check_seeds,
     fixed_point,
     sample,
 )

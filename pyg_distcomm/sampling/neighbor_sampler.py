@@ -32,8 +32,8 @@ from pyg_distcomm import kernels
 from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.random import fold, fresh_seed, keyed_choice, keyed_unit
 from pyg_distcomm.comm.store import latest_mesh
+from pyg_distcomm.kernels.sample_cpu import check_ids, check_seeds
 from pyg_distcomm.kernels.sample_ops import Minibatch, Relation, Request, UnweightedNode
-from pyg_distcomm.sampling.algebra import check_ids, check_seeds
 from pyg_distcomm.sampling.graph_source import SampledTopology, Source, read_topology
 
 Output: TypeAlias = SamplerOutput | HeteroSamplerOutput

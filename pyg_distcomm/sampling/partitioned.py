@@ -35,6 +35,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.kernels import threads
+from pyg_distcomm.kernels.sample_cpu import check_ids
 from pyg_distcomm.kernels.sample_ops import (
     Frontier,
     Minibatch,
@@ -46,7 +47,6 @@ from pyg_distcomm.sampling.algebra import (
     BulkMatrix,
     BulkNodes,
     add,
-    check_ids,
     offsets,
 )
 from pyg_distcomm.sampling.graph_block import GraphBlock, read_block

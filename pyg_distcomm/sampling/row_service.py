@@ -138,10 +138,16 @@ class RowRound:
         return list(got.wait().split(list(coming)))
 
     def send_rows(
-        self, rows: Tensor, sent: Sequence[int], coming: Sequence[int], op: str
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        coming: Sequence[int],
+        op: str,
+        into: Tensor | None = None,
     ) -> collectives.Pending:
         """Starts to send answers whose sizes both sides know from the counts."""
-        return collectives.all_to_all(rows, list(sent), list(coming), self.axis, op)
+        counts = list(sent), list(coming)
+        return collectives.all_to_all(rows, *counts, self.axis, op, into=into)
 
     def send_parts(
         self, messages: Sequence[Tensor], op: str = "samples"
