@@ -197,6 +197,20 @@ def stores(data):
     return features, edges
 
 
+@pytest.mark.parametrize("ptr", [[1, 1, 2, 3, 4], [0, 3, 2, 3, 4], [0, 1, 2, 4]])
+def test_edges_that_do_not_fit_or_are_missing_are_refused_by_type(ptr):
+    features, edges = MyFeatureStore(), MyGraphStore()
+    features.put_tensor(torch.ones(4, 1), "a", "x", None)
+    ends, key = (torch.tensor([1, 2, 3, 0]), torch.tensor(ptr)), ("a", "to", "a")
+    edges.put_edge_index(ends, edge_type=key, layout="csc", size=(4, 4))
+    with pytest.raises(ValueError, match=r"\('a', 'to', 'a'\): got . offsets"):
+        nodes((features, edges), input_nodes=("a", torch.arange(4)))
+    data = hetero()
+    data[WRITES].edge_indices = data[WRITES].pop("edge_index")
+    with pytest.raises(ValueError, match="and no edges"):
+        nodes(data, input_nodes=("paper", torch.arange(4)))
+
+
 def test_feature_and_graph_stores():
     data = graph()
     loader = nodes(stores(data), input_nodes=torch.arange(60))

@@ -279,6 +279,7 @@ WITHIN = {
     "sort of columns": lambda x: x.sort(1)[0],
     "softmax of nodes": lambda x: x.softmax(0),
     "log_softmax of nodes": lambda x: x.log_softmax(0),
+    "softmax of no columns": lambda x: x[:, :0].softmax(0),
     "nansum": lambda x: x.nansum(),
     "aminmax": lambda x: torch.aminmax(x, dim=1)[0],
     "largest of rows": lambda x: x.round().max(0)[0] + x.min(0, True)[0],
@@ -444,6 +445,9 @@ LOSSES = {
     "probabilities": lambda x, y, m: F.cross_entropy(x, F.softmax(x.detach(), -1)),
     "nll": lambda x, y, m: F.nll_loss(F.log_softmax(x, -1)[m], y[m]),
     "mse": lambda x, y, m: F.mse_loss(x[m], x[m].detach() + 1),
+    "mse of no rows": lambda x, y, m: (
+        F.mse_loss(x[m & ~m], x[m & ~m].detach()).nan_to_num() + x.sum()
+    ),
     "mse plain": lambda x, y, m: F.mse_loss(x, ones(x, 50, 7)),
     "l1": lambda x, y, m: F.l1_loss(x, x.detach() * 2),
     "bce": lambda x, y, m: F.binary_cross_entropy_with_logits(

@@ -567,6 +567,8 @@ class FailureMonitor:
         """Does what `waiting` says for a wait that has taken so many seconds."""
         self.raise_reported()
         if seconds > self.deadline:
+            if self._own_failure:  # in another thread; others have ended by it
+                raise _exception_from(json.loads(self._own_failure))
             raise self.timeout_error(wait)
         if self._compares is not None:
             self._try_store("set", *self._compares)

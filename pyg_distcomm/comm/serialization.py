@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import math
 import operator
@@ -57,7 +56,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         (size,) = _HEAD.unpack_from(data)
         start = _HEAD.size + size
         tree = json.loads(bytes(data[_HEAD.size : start]))
-        return _from_tree(tree, io.BytesIO(memoryview(data)[start:]))
+        return _from_tree(tree, [memoryview(data)[start:]])
     except (struct.error, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"a rank sent what this package does not write: {error!r}"
@@ -120,23 +119,23 @@ _MAX_SHOWN = 200  # characters of a value in a message
 _PACKAGE = "pyg_distcomm."
 
 
-def _from_tree(tree: Any, arrays: io.BytesIO) -> Any:
-    """Returns the value of a tree of `_to_tree`, and of the arrays behind it."""
+def _from_tree(tree: Any, rest: list[memoryview]) -> Any:
+    """Returns the value of a tree of `_to_tree`, and takes its arrays off the `rest`."""
     if isinstance(tree, list):
-        return [_from_tree(one, arrays) for one in tree]
+        return [_from_tree(one, rest) for one in tree]
     if not isinstance(tree, dict):
         return tree
     ((name, parts),) = tree.items()
     if name != "array":
-        return _KINDS[name][2](_from_tree(parts, arrays))
+        return _KINDS[name][2](_from_tree(parts, rest))
     dtype, shape = np.dtype(parts[0]), tuple(map(int, parts[1]))
     size = math.prod(shape) * dtype.itemsize
     if dtype.hasobject or min(shape, default=0) < 0:
         raise ValueError("arrays of objects are not read")
-    left = len(arrays.getbuffer()) - arrays.tell()
-    if size > left:
-        raise ValueError(f"an array needs {size} bytes, but {left} are left")
-    return np.frombuffer(bytearray(arrays.read(size)), dtype).reshape(shape)
+    if size > len(rest[0]):
+        raise ValueError(f"an array needs {size} bytes, but {len(rest[0])} are left")
+    own, rest[0] = bytearray(rest[0][:size]), rest[0][size:]
+    return np.frombuffer(own, dtype).reshape(shape)
 
 
 def _to_tree(value: Any, arrays: list[np.ndarray]) -> Any:

@@ -50,7 +50,7 @@ def check_ids(ids: Tensor, size: int, what: str, of: str = "", do: str = "") -> 
     """Raises ValueError for ids outside 0 .. size - 1; says of what, and what to do."""
     if not ids.numel():
         return
-    low, high = (int(v) for v in ids.aminmax())
+    low, high = (int(v) for v in ids.long().aminmax())
     if low < 0 or high >= size:
         raise ValueError(
             f"{what} span {low} .. {high}, but there are {size}{of} (0 .. {size - 1}){do}"

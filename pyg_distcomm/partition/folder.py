@@ -441,7 +441,8 @@ def shape_kinds(
 def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
     length = _length(data, data, name)
     nodes, edges = int(data.num_nodes or 0), data.num_edges
-    if declared == "graph" or name == "ptr" or name.endswith("_ptr"):
+    offsets = declared is None and (name == "ptr" or name.endswith("_ptr"))
+    if declared == "graph" or offsets:
         return "graph"
     if declared is not None:
         want = nodes if declared == "node" else edges

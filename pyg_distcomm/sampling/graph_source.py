@@ -19,6 +19,7 @@ from torch_geometric.data import (
     remote_backend_utils,
 )
 from torch_geometric.data.graph_store import EdgeLayout
+from torch_geometric.data.storage import EdgeStorage
 from torch_geometric.utils import to_edge_index
 
 from pyg_distcomm.comm.consistency import naming
@@ -222,7 +223,23 @@ def edges_of(store: Any) -> Tensor:
     if "adj_t" in store or "adj" in store:
         adj_t = store.adj_t if "adj_t" in store else store.adj.t()
         return to_edge_index(adj_t)[0].flip(0)
+    if isinstance(
+        store, EdgeStorage
+    ):  # a type has edges, of which one misspelt the name
+        raise ValueError(
+            f"an edge type holds {sorted(store.keys())}, and no edges; set its edge_index"
+        )
     return torch.empty(2, 0, dtype=torch.int64)
+
+
+def _check_offsets(ids: Tensor, ptr: Tensor, count: int) -> None:
+    """Raises ValueError for the offsets of a compressed matrix that do not fit its ids."""
+    fits = ptr.numel() == count + 1 and int(ptr[0]) == 0
+    if not fits or int(ptr[-1]) != ids.numel() or bool((ptr.diff() < 0).any()):
+        raise ValueError(
+            f"got {ptr.numel()} offsets of a compressed matrix, wanted {count + 1}, ascending "
+            f"from 0 to {ids.numel()} edges; fix them, or num_nodes"
+        )
 
 
 def _check_whole(data: Data | HeteroData) -> None:
@@ -331,7 +348,15 @@ def _from_stores(
         )
     features, store = stores
     edge_attrs = store.get_all_edge_attrs()
-    for attr in edge_attrs if time_attr is not None else ():
+    for attr in edge_attrs:
+        by_target, size = attr.layout == EdgeLayout.CSC, attr.size
+        if attr.layout != EdgeLayout.COO and size is not None:
+            ends = store.get_edge_index(attr)
+            ids, ptr = ends if by_target else ends[::-1]
+            with naming_edge_type(attr.edge_type):
+                _check_offsets(ids, ptr, size[1 if by_target else 0])
+        if time_attr is None:
+            continue
         if attr.layout == EdgeLayout.CSR or not attr.is_sorted:
             raise ValueError(
                 "Temporal sampling from a GraphStore requires edges in COO or CSC layout, "

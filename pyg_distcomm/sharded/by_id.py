@@ -354,7 +354,8 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     elif len(used) == 1 and x.dim_ == d and v.dim() == 1:
         found = _put_rows(x, d, v, value, add, mutable)
     elif len(used) == 1 and x.dim_ != d and type(v) is not DistTensor:
-        own = meeting(value, x.rows, x.dim() - x.dim_)
+        right = x.dim() - x.dim_ + (v.dim() - 1 if x.dim_ < d else 0)
+        own = meeting(value, x.rows, right)
         found = _written(x, func(x.local, given, own, add), mutable)
     return whole.apply(func, args, kwargs) if found is None else found
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.kernels.memory import computed
 from pyg_distcomm.process import PROCESS
@@ -423,4 +424,24 @@ _ALONE = (*_LAST, *_NAMED, *_WITH_WEIGHTS, *_TABLES)
 rule(*(f for op in _ALONE for f in overloads(op) if not f._schema.is_mutable))(alone)
 _LOSSES = """binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss
     smooth_l1_loss soft_margin_loss"""
-rule(*_named(_LOSSES))(decomposed)  # whose means and sums are of all rows
+
+
+@rule(*_named(_LOSSES))
+def loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """Computes a loss, whose means and sums are of all rows, or its gradient."""
+    if "backward" in func._schema.name and not args[1].numel():
+        return torch.zeros_like(args[1])  # torch's decomposition divides by the number
+    if func is aten.binary_cross_entropy.default:
+        _check_shares(args[0])
+    return decomposed(func, args, kwargs)
+
+
+def _check_shares(x: Any) -> None:
+    """Raises on all ranks, as torch does, unless all numbers are between 0 and 1."""
+    own = getattr(x, "local", x)
+    if own.is_cpu and not bool(((own >= 0) & (own <= 1)).all()):
+        error = RuntimeError("all elements of input should be between 0 and 1")
+        watch = watch_of(x.rows.mesh) if type(x) is DistTensor else None
+        if watch is not None:
+            watch.fail(error)
+        raise error

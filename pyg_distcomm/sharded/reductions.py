@@ -81,7 +81,7 @@ def mean(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
 def extreme(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     """Takes maxima, or minima."""
     x = args[0]
-    if not x.numel():  # which torch refuses
+    if not all(x.size(d) for d in dims):  # which torch refuses
         return func(x.local, *args[1:], **kwargs)
     return _extreme(x, dims, keep, "max" if "max" in func._schema.name else "min")
 
@@ -185,6 +185,7 @@ def softmax(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the softmax of each row, or over all rows; or the gradient of this."""
     x, d = args[-3:-1]
     over_rows = type(x) is DistTensor and d % x.dim() == x.dim_
+    over_rows = over_rows and x.is_floating_point()
     return (decomposed if over_rows else alone)(func, args, kwargs)
 
 
@@ -315,9 +316,10 @@ def nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
 )
 def batch_norm(func: Any, args: Any, kwargs: Any) -> Any:
     """Normalises by the mean and variance of all rows."""
+    given = args
     if func is aten._native_batch_norm_legit.no_stats:
-        args = *args[:3], None, None, *args[3:]
-    x, w, b, mean, var, training, momentum, eps = args
+        given = *args[:3], None, None, *args[3:]
+    x, w, b, mean, var, training, momentum, eps = given
     if type(x) is not DistTensor or x.dim_ == 1:
         return whole.apply(func, args, kwargs)
     local, found = x.local, None

@@ -378,6 +378,8 @@ class RecordedRun:
 def read_run(folder: str | os.PathLike[str]) -> RecordedRun:
     """Reads a folder that `pdc.metrics` has written; raises ValueError for other files."""
     place = Path(folder)
+    if not (place / RUN).is_file():
+        raise ValueError(f"{place} holds no {RUN}; give the folder of pdc.metrics")
     found = place / TRACE if (place / TRACE).is_file() else None
     return RecordedRun(_read_json(place / RUN), _read_rows(place), found)
 
