@@ -567,8 +567,6 @@ class FailureMonitor:
         """Does what `waiting` says for a wait that has taken so many seconds."""
         self.raise_reported()
         if seconds > self.deadline:
-            if self._own_failure:  # in another thread; others have ended by it
-                raise _exception_from(json.loads(self._own_failure))
             raise self.timeout_error(wait)
         if self._compares is not None:
             self._try_store("set", *self._compares)
@@ -604,11 +602,14 @@ class FailureMonitor:
         places = "the rendezvous store does not answer"
         if not self._store_lost:
             places = self.places.told(wait)
+        note = json.loads(self.reported_failure() or "{}")
+        failed = note.get("rank") == self.rank  # in another thread; others ended by it
         error = RankError(
             f"rank {self.rank} waited {self.deadline:.0f} s for {wait.doing}, and not every "
             f"rank came: {places}. Run the same calls in the same order on all ranks (compute "
             "on all, and print on one), or raise `timeout` in pdc.init if one is only slow. "
             + _OVER
+            + (f" It had failed before\n{note['traceback']}" if failed else "")
         )
         error.late = True
         return error
