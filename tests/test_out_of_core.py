@@ -18,6 +18,7 @@ from layers import EXACT
 from problems import GRAPHS, grids, owners
 from test_hetero import graph, model_of, train
 from test_layers import exact
+from torch.autograd.graph import saved_tensors_hooks
 from torch_geometric.nn import aggr
 from torch_geometric.utils import softmax
 
@@ -288,16 +289,16 @@ def test_stages_have_their_price():
 def test_saved_tensors_go_to_files_and_watch_for_changes():
     cap = memory.MemoryCap("64KiB")  # a quarter is 16 KiB
     x = torch.randn(40, 50, dtype=torch.float64, requires_grad=True)  # 16,000 bytes
-    with cap.spilling():
+    with saved_tensors_hooks(cap.pack, cap.unpack):
         y = x.exp()
         z = y.sin()
     assert not memory.is_mapped(y.grad_fn._saved_result)
-    with cap.spilling():
+    with saved_tensors_hooks(cap.pack, cap.unpack):
         w = torch.randn_like(x).requires_grad_().exp().exp()
     assert memory.is_mapped(w.grad_fn._saved_result)
     z.sum().backward()
     torch.testing.assert_close(x.grad, y.cos() * y)
-    with cap.spilling():
+    with saved_tensors_hooks(cap.pack, cap.unpack):
         y = x.exp()
     y.detach().zero_()
     with pytest.raises(RuntimeError, match="changed in place"):
@@ -336,7 +337,7 @@ def test_nothing_is_left_of_what_was_kept():
     cap = memory.MemoryCap("1MiB")
     for _ in range(3):
         x = torch.randn(40, 50, requires_grad=True)
-        with cap.spilling():
+        with saved_tensors_hooks(cap.pack, cap.unpack):
             y = x.exp().sin().exp()
         y.sum().backward()
         del x, y

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -224,11 +223,6 @@ class Rows:
         start = sum(sizes[: mesh.rank])
         gid = torch.arange(start, start + sizes[mesh.rank])
         return Rows(gid, total, mesh, None)
-
-    @cached_property
-    def spilling(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Returns a context that keeps autograd's saved tensors within the cap, if any."""
-        return contextlib.nullcontext if self.memory is None else self.memory.spilling
 
     def __deepcopy__(self, memo: dict) -> Rows:
         return self

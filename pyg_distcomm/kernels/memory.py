@@ -9,7 +9,6 @@ system when it is freed. So large blocks are kept for the next matrix of their s
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import functools
 import math
@@ -19,7 +18,7 @@ import re
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -305,18 +304,6 @@ class MemoryCap:
         if x.nbytes <= self.stage or x.device.type != "cpu" or is_mapped(x):
             return x
         return self.empty(tuple(x.shape), x.dtype, x.device).copy_(x)
-
-    @contextlib.contextmanager
-    def spilling(self) -> Iterator[None]:
-        """Keeps tensors that autograd saves within the cap, and spills others to files.
-
-        It does nothing where other saved-tensor hooks are active, as in torch's checkpointing.
-        """
-        if has_saved_tensors_hooks() or not torch.is_grad_enabled():
-            yield
-            return
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            yield
 
     def pack(self, x: Tensor) -> Any:
         """Returns what is kept of a tensor that autograd saves: its values, or a file."""
