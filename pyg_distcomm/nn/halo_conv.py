@@ -375,7 +375,7 @@ def _explaining_memory(
             given = [x for x in tree_leaves((args, kwargs)) if type(x) is DistTensor]
             widest = max((x.local[:1].nbytes for x in given if not x.dim_), default=8)
             nodes, count = topology.nodes, len(topology.edges)
-            rows = count + topology.locals.halo.num_ghosts + len(nodes)
+            rows = count + len(topology.locals.ghost_gid) + len(nodes)
             what = (
                 f"{type(conv).__name__}, with messages of {count:,} edges and its halo,"
             )
