@@ -244,26 +244,24 @@ def drain_at_exit() -> None:
         with contextlib.suppress(Exception):
             work.wait(timedelta(seconds=left))
     abort_all_groups()
-    stop = time.monotonic() + _EXIT_TIMEOUT
-    while (
-        any(not work.is_completed() for work in PROCESS.works)
-        and time.monotonic() < stop
-    ):
-        time.sleep(_POLL_INTERVAL)
+    _poll(lambda: all(work.is_completed() for work in PROCESS.works))
     PROCESS.works.clear()
-    if (
-        dist.is_available()
-        and dist.is_initialized()
-        and not os.path.isdir(_THREADS_FOLDER)
-    ):
+    if dist.is_initialized() and not os.path.isdir(_THREADS_FOLDER):
         time.sleep(_EXIT_SLEEP)
+    seen: list[dict[str, str]] = [{}]
+
+    def sleep() -> bool:
+        seen.append(_gloo_threads())
+        same = seen[-1] == seen[-2]
+        return same and not any("R (" in state for state in seen[-1].values())
+
+    _poll(sleep)
+
+
+def _poll(has_ended: Callable[[], bool]) -> None:
     stop = time.monotonic() + _EXIT_TIMEOUT
-    before, now = None, _gloo_threads()
-    while now and time.monotonic() < stop:
-        if now == before and not any("R (" in state for state in now.values()):
-            return
+    while not has_ended() and time.monotonic() < stop:
         time.sleep(_POLL_INTERVAL)
-        before, now = now, _gloo_threads()
 
 
 def _gloo_threads() -> dict[str, str]:
@@ -290,11 +288,10 @@ def exit_on_sigterm() -> None:
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
-    process = os.getpid()
 
     def end(number: int, frame: Any) -> None:
         signal.signal(number, signal.SIG_DFL)
-        if os.getpid() != process:  # a forked process, which is not a rank
+        if PROCESS.answering is None:  # a forked process, which is not a rank
             signal.raise_signal(number)
         for watch in [watch for watch in PROCESS.monitors if watch.size > 1]:
             watch.report(RankError("it was ended by SIGTERM"))

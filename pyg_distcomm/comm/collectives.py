@@ -146,14 +146,15 @@ class guarded:
 
     def __enter__(self) -> None:
         watch = self._axis.watch
-        if watch is not None and watch.closed:
-            raise RankError(
-                f"{self._op} over a mesh that was closed; make a new one by pdc.init()"
-            )
         if watch is not None and get_worker_info() is not None:
             raise ValueError(
                 "leave num_workers at 0 where a DataLoader reads rows of a share, or give it "
                 f"x.full_tensor(): its workers are not ranks, and {self._op} needs all ranks"
+            )
+        if watch is not None and watch.closed:
+            raise RankError(
+                f"{self._op} over a mesh that was closed, or in a process that a rank has "
+                "forked; make a new one by pdc.init()"
             )
         if watch is not None and watch.streamed.error is not None:
             raise watch.streamed.error

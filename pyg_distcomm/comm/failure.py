@@ -415,7 +415,7 @@ class FailureMonitor:
         threads: the thread that uses them.
         streamed: exchanges that CUDA streams wait for.
         places: where in the script the ranks are.
-        closed: whether the groups are destroyed.
+        closed: whether the groups are destroyed, or this process is not the rank's own.
         failed: the error with which a wait of this rank, and the mesh, ended; "" if none.
     """
 
@@ -461,7 +461,7 @@ class FailureMonitor:
 
     def fail(self, error: BaseException) -> None:
         """Ends the mesh on this rank, whose wait ended with an error."""
-        if not self.failed:
+        if not self.failed and not self.closed:
             self.failed = f"{type(error).__name__}: {error}"
             self.report(error)
             self.abort_groups()
@@ -781,6 +781,22 @@ def _cheaper_choices(size: int, free: int, ranks: int) -> list[str]:
     if size // 2 <= free:
         ways.append(f"rows in bfloat16 (torch.autocast), {size // 2:,} bytes")
     return ways
+
+
+def _leave_meshes() -> None:
+    """Closes the meshes of a process that a rank has forked, and that is no rank.
+
+    It has the rank's connections, by which whatever it did would end the rank's exchanges.
+    """
+    for watch in list(PROCESS.monitors):
+        watch.closed = True
+    PROCESS.answering = None
+    for threads_left in (PROCESS.works, PROCESS.messages, PROCESS.inboxes):
+        threads_left.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_meshes)
 
 
 def abort_all_groups() -> None:

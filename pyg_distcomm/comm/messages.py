@@ -162,7 +162,6 @@ class Memory:
         self.marks = np.frombuffer(self.map, np.int64, 2)
         if token and self.marks[1] != token:
             raise OSError("the memory of a rank is another one's")
-        self._process = os.getpid()
 
     @classmethod
     def new(cls, size: int, token: int) -> Memory:
@@ -175,9 +174,8 @@ class Memory:
         return made
 
     def give_up(self) -> None:
-        """Marks that this rank sends no more; a process that it forked is no rank."""
-        if os.getpid() == self._process:
-            self.marks[0] = 1
+        """Marks that this rank sends no more."""
+        self.marks[0] = 1
 
     def has_ended(self) -> bool:
         """Returns whether the rank of this memory has ended, or given up."""
