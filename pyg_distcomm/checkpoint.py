@@ -7,9 +7,9 @@ import fnmatch
 import io
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,15 +32,11 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
 from pyg_distcomm.nn.replicate import bare
 from pyg_distcomm.partition.atomic import (
-    clear,
     explaining_disk,
-    new_token,
+    new_folder,
     newest,
-    put_back,
-    put_in_place,
     read_whole,
     sha256,
-    sibling,
     sync,
     write_whole,
 )
@@ -74,22 +70,19 @@ def whole_folder(path: str | Path, kind: str, axis: Axis) -> Iterator[Path]:
     """
     place = Path(os.path.realpath(path))
     check_alike({"path": os.path.abspath(path)}, axis)
-    token = str(collectives.broadcast_object(new_token(), axis))
-    aside = sibling(place, "writing", token)
-    first = axis.rank == 0
-    try:
-        with on_all_ranks(axis), explaining_disk(aside):
+    aside, first = place, axis.rank == 0
+    with contextlib.ExitStack() as made:
+        with on_all_ranks(axis), explaining_disk(place):
             if first:
-                _prepare_folder(place, aside, kind)
+                aside = made.enter_context(_new_folder(place, kind))
+        name = str(collectives.broadcast_object(aside.name, axis))
+        aside = place.with_name(name)
         collectives.agree(_missing_here(aside), axis)
         yield aside
         with on_all_ranks(axis), explaining_disk(aside):
             if first:
-                _finish_folder(place, aside)
-    except BaseException:
-        if first:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
+                _seal(aside)
+                made.close()
 
 
 def find(path: str | Path) -> Path:
@@ -134,17 +127,19 @@ def _check_is_file(path: Path) -> None:
         raise ValueError(f"{path}: {found}")
 
 
-def _prepare_folder(place: Path, aside: Path, kind: str) -> None:
-    if not _is_ours(place, kind):
-        raise ValueError(
-            f"save to another path: {place} holds something other than a {kind} of "
-            "pyg_distcomm, and would be replaced; or move it away"
-        )
-    place.parent.mkdir(parents=True, exist_ok=True)
-    put_back(place, lambda left: _is_ours(left, kind))
-    clear(place, lambda left: _is_ours(left, kind, half=True))
-    aside.mkdir()
-    (aside / MARK).write_text(json.dumps({"kind": kind}))
+@contextlib.contextmanager
+def _new_folder(place: Path, kind: str) -> Iterator[Path]:
+    def check() -> None:
+        if not _is_ours(place, kind):
+            raise ValueError(
+                f"save to another path: {place} holds something other than a {kind} of "
+                "pyg_distcomm, and would be replaced; or move it away"
+            )
+
+    is_whole = partial(_is_ours, kind=kind)
+    with new_folder(place, check, is_whole, partial(is_whole, half=True)) as aside:
+        (aside / MARK).write_text(json.dumps({"kind": kind}))
+        yield aside
 
 
 def _missing_here(aside: Path) -> str | None:
@@ -174,14 +169,13 @@ def _is_ours(path: Path, kind: str, half: bool = False) -> bool:
     return not names or (known and (half or needed in names or MARK in names))
 
 
-def _finish_folder(place: Path, aside: Path) -> None:
+def _seal(aside: Path) -> None:
     mark = json.loads((aside / MARK).read_text())
     files = sorted(file for file in aside.iterdir() if file.name != MARK)
     mark["files"] = {file.name: sha256(file) for file in files}
     (aside / MARK).write_text(json.dumps(mark))
     for path in (*aside.iterdir(), aside):
         sync(path)
-    put_in_place(aside, place)
 
 
 # what parts of a checkpoint hold
@@ -515,7 +509,9 @@ def _links_of(link: Links, states: Any) -> list[tuple[LinkPolicy, dict[str, Any]
     Raises:
         ValueError: if the links differ from those that were saved.
     """
-    links = _named_links(link)
+    links, states = _named_links(link), states.get("relations", states)
+    if "epoch" in states:  # as earlier versions saved one link of all relations
+        states = {_ALL: states}
     saved, given = (
         _ALL if _ALL in names else f"links of {list(names)}"
         for names in (states, links)

@@ -159,7 +159,7 @@ def test_a_command_that_is_terminated_leaves_nothing(tmp_path, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
     edges = tmp_path / "edges.txt"
     edges.write_text("0 1\n1 2\n")
-    monkeypatch.setattr(layout, "put_in_place", ended)
+    monkeypatch.setattr(os, "rename", ended)
     with pytest.raises(SystemExit) as caught:
         main(["partition", str(edges), str(tmp_path / "o"), "--parts=2"])
     assert caught.value.code == 128 + signal.SIGTERM
@@ -250,7 +250,10 @@ def test_first_checks_know_what_the_package_knows():
     ("flags", "words"),
     [
         ("--node-file edge_index=x.npy", "edge_index: got a file for it"),
-        ("--node-file x=x.npy --edge-file x=x.npy", "x: got a file of the"),
+        (
+            "--node-file x=x.npy --edge-file x=x.npy",
+            "x: got a file for it, x.npy, beside x.npy",
+        ),
         ("--node-file x=x.npy --node-file x=y.npy", "two files for 'x'"),
         ("--node-file x.npy", "--node-file: got 'x.npy', wanted NAME="),
     ],

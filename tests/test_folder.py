@@ -295,7 +295,10 @@ def fields(meta):
     yield "attributes.x is 3", meta | {"attributes": {"x": 3}}
     file = meta["files"]["owner.npy"]
     for name in ("../owner.npy", "/etc/passwd", "a/../../b", "C:\\x", "a//b", ""):
-        yield "not inside the folder", meta | {"files": meta["files"] | {name: file}}
+        yield (
+            "wanted a path inside the folder",
+            meta | {"files": meta["files"] | {name: file}},
+        )
     for wrong in ({"bytes": -1, "sha256": "0" * 64}, {"bytes": 1, "sha256": "x"}, 3):
         yield "files.owner.npy", meta | {"files": meta["files"] | {"owner.npy": wrong}}
     for name in meta:

@@ -8,12 +8,11 @@ from __future__ import annotations
 import gzip
 import importlib
 import math
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -144,20 +143,16 @@ class ArrayFile:
         """Writes the header, and extends the file to its length."""
         self._path, self.dtype = path, np.dtype(dtype).newbyteorder("=")
         self.shape = shape
-        path.write_bytes(head := self._header())
-        self._head = len(head)
-        os.truncate(path, self._head + math.prod(shape) * self.dtype.itemsize)
+        with open(path, "wb") as file:
+            self._write_header(file)
+            self._head = file.tell()
+            file.truncate(self._head + math.prod(shape) * self.dtype.itemsize)
 
-    def _header(self) -> bytes:
-        """Returns NumPy's header, of one length however many rows there are."""
+    def _write_header(self, file: IO[bytes]) -> None:
+        """Writes NumPy's header, which has room for any number of rows."""
         descr = np.lib.format.dtype_to_descr(self.dtype)
-        text = (
-            f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {self.shape}, }}"
-        )
-        room = len(text) + (21 - len(str(self.shape[0])) if self.shape else 0)
-        size = -(-(room + 11) // 64) * 64
-        line = text.encode().ljust(size - 11) + b"\n"
-        return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line
+        about = {"descr": descr, "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(file, about)
 
     def write(self, at: int, array: np.ndarray) -> None:
         """Writes numbers into the flat array, from element `at` on."""
@@ -172,7 +167,8 @@ class ArrayFile:
         self.write(math.prod(self.shape), rows)
         self.shape = (self.shape[0] + len(rows), *self.shape[1:])
         with open(self._path, "r+b") as file:
-            file.write(self._header())
+            self._write_header(file)
+            assert file.tell() == self._head
 
 
 class NpyColumn(NpyFile):

@@ -31,23 +31,54 @@ from typing import IO, Any, cast
 import torch
 
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished folder is removed
-_NAME = re.compile(r"(\..*)\.(writing|old)-((.+)-(\d+)-[0-9a-f]{8})")
+# "ready" was a state of earlier versions: a new folder before it was exchanged
+_NAME = re.compile(r"\..*\.(?:writing|ready|old)-(.+)-(\d+)-[0-9a-f]{8}")
 _AT_CWD, _EXCHANGE = -100, 2  # arguments of renameat2
 
 
-def new_token() -> str:
-    """Returns a token that names this process and no other writer."""
-    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+@contextlib.contextmanager
+def new_folder(
+    place: Path,
+    check: Callable[[], None],
+    is_whole: Callable[[Path], bool],
+    is_ours: Callable[[Path], bool],
+) -> Iterator[Path]:
+    """Yields a folder to write in, and renames it to `place` at the end.
+
+    What was there stays until then. See [Note: whole folders].
+
+    Args:
+        place: the path.
+        check: raises if what is there must not be replaced.
+        is_whole: returns whether a folder was written to its end, and may be put back.
+        is_ours: returns whether one is a writer's, maybe half written, and may be removed.
+    """
+    left = None if os.path.lexists(place) else newest(place, ended=True)
+    if left is not None and is_whole(left):
+        os.rename(left, place)
+    for left in leftovers(place):
+        if writer_has_ended(left) and is_ours(left):
+            _remove(left)
+    check()
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    aside = place.with_name(f".{place.name}.writing-{writer}")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        check()  # again: another process may have written it meanwhile
+        if os.path.lexists(place):
+            _remove(_exchange(aside, place))
+        else:
+            os.rename(aside, place)
+        sync(place.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
 
 
-def sibling(place: Path, state: str, token: str) -> Path:
-    """Returns the path of a writer's folder in a state: writing or old."""
-    return place.with_name(f".{place.name}.{state}-{token}")
-
-
-def leftovers(place: Path, state: str) -> list[Path]:
-    """Lists the writers' folders in a state, beside a place."""
-    beside_it = place.parent.glob(f".{glob.escape(place.name)}.{state}-*")
+def leftovers(place: Path) -> list[Path]:
+    """Lists the writers' folders beside a place."""
+    beside_it = place.parent.glob(f".{glob.escape(place.name)}.*-*")
     return [path for path in beside_it if _NAME.fullmatch(path.name)]
 
 
@@ -57,28 +88,24 @@ def newest(place: Path, ended: bool = False) -> Path | None:
     With `ended`, only those of ended writers count: a running one may be about to rename it.
     """
     left = [
-        path for path in leftovers(place, "old") if not ended or writer_has_ended(path)
+        (".ready-" in path.name, _written_at(path), path)
+        for path in leftovers(place)
+        if ".writing-" not in path.name and (not ended or writer_has_ended(path))
     ]
-    return max(left, key=_written_at, default=None)
-
-
-def put_back(place: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Renames the last whole folder to its place, if a kill came between two renames."""
-    left = None if os.path.lexists(place) else newest(place, ended=True)
-    if left is not None and is_ours(left):
-        os.rename(left, place)
+    return max(left)[2] if left else None
 
 
 def writer_has_ended(left: Path) -> bool:
     """Returns whether the writer of a folder has ended; after a day on another host, yes."""
     parts = _NAME.fullmatch(left.name)
     assert parts is not None
-    if parts[4] != socket.gethostname():
+    host, process = parts[1], int(parts[2])
+    if host != socket.gethostname():
         return left.exists() and time.time() - _written_at(left) > _FORGOTTEN
-    if parts[5] == str(os.getpid()):
+    if process == os.getpid():
         return True
     try:
-        os.kill(int(parts[5]), 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return True
     except PermissionError:  # the process is another user's, and alive
@@ -86,27 +113,7 @@ def writer_has_ended(left: Path) -> bool:
     return False
 
 
-def clear(place: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Removes the folders beside a place whose writers have ended, if they are ours."""
-    for state in ("writing", "old"):
-        for left in leftovers(place, state):
-            if writer_has_ended(left) and is_ours(left):
-                _remove(left)
-
-
-def put_in_place(aside: Path, place: Path) -> None:
-    """Renames a finished folder to `place`; the folder that is there stays until then.
-
-    `aside` is in the state "writing".
-    """
-    if os.path.lexists(place):
-        _remove(exchange(aside, place))
-    else:
-        os.rename(aside, place)
-    sync(place.parent)
-
-
-def exchange(aside: Path, place: Path) -> Path:
+def _exchange(aside: Path, place: Path) -> Path:
     """Exchanges two folders, in one step if possible; returns where the old one is."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -115,9 +122,7 @@ def exchange(aside: Path, place: Path) -> Path:
             return aside
     except (OSError, AttributeError):
         pass
-    parts = _NAME.fullmatch(aside.name)
-    assert parts is not None
-    old = sibling(place, "old", parts[3])
+    old = aside.with_name(aside.name.replace(".writing-", ".old-"))
     os.rename(place, old)
     try:
         os.rename(aside, place)
@@ -128,7 +133,7 @@ def exchange(aside: Path, place: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, or a link but not its target; `clear` retries if that fails."""
+    """Removes a folder, or a link but not its target; the next write retries if that fails."""
     if path.is_symlink():
         path.unlink()
     else:

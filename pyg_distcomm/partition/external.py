@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ from pyg_distcomm.partition.arrow_tables import (
     with_reverses,
 )
 from pyg_distcomm.partition.cutters import check_method, check_nodes_fit, cut, stream
-from pyg_distcomm.partition.folder import graph_meta, shape_kinds
+from pyg_distcomm.partition.folder import graph_meta
 from pyg_distcomm.partition.layout import (
     OWNER,
     Meta,
     file_name,
-    new_folder,
+    new_partition,
     part_name,
     write_array,
     write_meta,
@@ -51,9 +51,11 @@ from pyg_distcomm.partition.partition import (
     group_by_part,
 )
 
-__all__ = ["GraphFiles", "is_source", "open_source", "partition_files"]
+__all__ = ["is_source", "partition_files"]
 
 NEED_NO_EDGES = ("block", "random")
+# ids from here on, if they are 100 times the edges, too, are taken for a mistake
+MANY = 10**8
 
 
 def partition_files(
@@ -76,12 +78,19 @@ def partition_files(
 ) -> PartitionReport:
     """Writes every part of a graph in files into the new folder `out`, or nothing.
 
-    source      see `open_source`, also for num_nodes, undirected, node_files, edge_files
-                and node_table
+    source      a .npy file of edges, or a table of edges (.csv, .tsv, .txt, .el, .edges;
+                .gz; .parquet, .arrow, .feather: `ArrowTable.edges`)
     method      "stream", "block", "random" and given owners take memory for the nodes
                 and a chunk; the others, and `refine`, also for all edges (not features)
     grid        (r, s, p) of the ranks, for "grid", `refine` and the figures
-    node_attrs, edge_attrs  names of attributes whose sizes do not tell their kind
+    num_nodes   needed if the files do not tell it and the last nodes have no edges
+    undirected  each edge stands for both directions (as OGB's add_inverse_edge)
+    node_files, edge_files  .npy files by the name of the attribute
+    node_table  a table (as of edges, with names of columns) with a row for each node, and a
+                column for each attribute; in the order of ids, or with ids in a column "id". If
+                these are not 0 .. n - 1 (texts, integers with gaps), node k is row k, and
+                edges must be in a table, too: their ends are looked up in this column
+    node_attrs, edge_attrs  names of attributes, whose files must be of this kind
     force       replaces an earlier partition folder
 
     Files are written beside `out`, flushed, and renamed at the end. See [Note: out of core].
@@ -92,33 +101,25 @@ def partition_files(
     num_parts = check_num_parts(num_parts)
     if isinstance(method, str):
         check_method(method)
-    with new_folder(out, force) as aside:
+    columns = _Columns()
+    columns.add("node", node_files or {})
+    columns.add("edge", edge_files or {})
+    with new_partition(out, force) as aside:
         spool = aside / "spool"
         spool.mkdir()
-        graph = open_source(
-            source,
-            spool,
-            num_nodes=num_nodes,
-            undirected=undirected,
-            node_files=node_files,
-            edge_files=edge_files,
-            node_table=node_table,
-        )
-        kinds = shape_kinds(
-            {name: column.shape for name, column in graph.columns.items()},
-            graph.num_nodes,
-            graph.edge_rows,
-            (*node_attrs, *graph.names_of_kind("node")),
-            (*edge_attrs, *(edge_files or ()), *graph.names_of_kind("edge")),
-        )
+        graph = _open(Path(source), spool, num_nodes, undirected, columns, node_table)
+        columns.check_declared("node", node_attrs)
+        columns.check_declared("edge", edge_attrs)
         check_nodes_fit(graph.num_nodes, method, refine)
         partition = _cut(graph, num_parts, method, seed, refine, grid)
-        figures = _Writer(aside, graph, partition, kinds).write(grid, spool)
+        figures = _Writer(aside, graph, partition).write(grid)
+        shutil.rmtree(spool)
+        write_meta(aside, _meta(aside, graph, partition, figures))
     return figures
 
 
 def _cut(
-    graph: GraphFiles,
+    graph: _GraphFiles,
     num_parts: int,
     method: str | Owner,
     seed: int,
@@ -141,179 +142,174 @@ def _cut(
         num_parts,
         method,
         seed=seed,
-        train_mask=_train_mask(graph),
+        train_mask=graph.train_mask(),
         refine=refine,
         grid=grid,
     )
 
 
-def _train_mask(graph: GraphFiles) -> torch.Tensor | None:
-    mask = graph.columns.get("train_mask")
-    if mask is None or mask.dtype != np.bool_ or mask.shape != (graph.num_nodes,):
-        return None
-    return torch.from_numpy(mask.take(0, graph.num_nodes))
+class _Columns(dict[str, tuple[Kind, NpyColumn]]):
+    """Holds attributes in files by name, each of the nodes or of the edges."""
 
+    def add(self, kind: Kind, files: Mapping[str, Any]) -> None:
+        """Adds columns, or .npy files of them, whose names must be free."""
+        for name, file in files.items():
+            column = file if isinstance(file, NpyColumn) else None
+            if name in self or name == "edge_index":
+                other = "the edges" if name == "edge_index" else self[name][1].name
+                raise ValueError(
+                    f"{name}: got a file for it, {column.name if column else file}, beside "
+                    f"{other}; give it another name, or leave one out"
+                )
+            self[name] = kind, column or NpyColumn(file)
 
-@dataclass(eq=False)
-class _Writer:
-    """Writes the parts of one graph into the folder `out`."""
+    def check_declared(self, kind: Kind, names: Iterable[str]) -> None:
+        """Raises ValueError for a name of another kind, or of no file."""
+        for name in names:
+            if name not in self or self[name][0] != kind:
+                found = (
+                    f"of a file of the {self[name][0]}s" if name in self else "missing"
+                )
+                raise ValueError(
+                    f"{name!r} is declared as of the {kind}s, but is {found}"
+                )
 
-    out: Path
-    graph: GraphFiles
-    partition: Partition
-    kinds: dict[str, Kind]
-
-    def write(self, grid: Grid | None, spool: Path) -> PartitionReport:
-        """Writes all files and META.json; returns the figures."""
-        partition, out = self.partition, self.out
-        write_array(out / OWNER, partition.owner)
-        for part in range(partition.num_parts):
-            (out / part_name(part)).mkdir()
-            gid = out / part_name(part) / "node_gid.npy"
-            write_array(gid, partition.gids(part))
-        edges = self._edges()
-        for name, kind in self.kinds.items():
-            column = self.graph.columns[name]
-            rows = self._node_rows if kind == "node" else self._edge_rows
-            self._scatter(file_name(kind, name), column, rows(name, column))
-        of_nodes = self.kinds.get("train_mask") == "node"
-        train = _train_mask(self.graph) if of_nodes else None
-        figures = self._count_rows(edges, grid, train)
-        shutil.rmtree(spool)
-        write_meta(out, self._meta(figures))
-        return figures
-
-    def _edges(self) -> np.ndarray:
-        """Writes the edges of all parts; returns the number of each part's edges."""
-        owner, parts = self.partition.owner.numpy(), self.partition.num_parts
-        size = np.zeros(parts, np.int64)
-        for _, dst in self.graph.edges.chunks("counting the edges of parts"):
-            size += np.bincount(owner[dst], minlength=parts)
-        gid = self._files("edge_gid.npy", np.int64, [(0,)] * parts)
-        ends = self._files("edge_index.npy", np.int64, [(2, int(m)) for m in size])
-        start = 0
-        for pair in self.graph.edges.chunks("writing edges"):
-            for part, here in group_by_part(owner[pair[1]]):
-                at, last = gid[part].shape[0], int(size[part])
-                gid[part].append(start + here)
-                ends[part].write(at, pair[0, here])
-                ends[part].write(last + at, pair[1, here])
-            start += pair.shape[1]
-        return size
-
-    def _scatter(
-        self,
-        name: str,
-        column: NpyColumn,
-        pieces: Iterable[tuple[np.ndarray, np.ndarray]],
-    ) -> None:
-        """Adds pieces (parts `[c]`, rows `[c, ...]`) to the files of parts, in order."""
-        shape = (0, *column.shape[1:])
-        files = self._files(name, column.dtype, [shape] * self.partition.num_parts)
-        for owner, rows in pieces:
-            for part, here in group_by_part(owner):
-                files[part].append(rows[here])
-
-    def _node_rows(
-        self, name: str, column: NpyColumn
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        owner, start = self.partition.owner.numpy(), 0
-        bar = tqdm(desc=name, total=owner.size, unit=" rows", disable=None, leave=False)
-        with bar:
-            for rows in column.rows():
-                yield owner[start : start + len(rows)], rows
-                start += len(rows)
-                bar.update(len(rows))
-
-    def _edge_rows(
-        self, name: str, column: NpyColumn
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        owner = self.partition.owner.numpy()
-        for pair, row in self._edges_and_rows(name):
-            rows = column.take(int(row[0]), int(row[-1]) + 1)
-            yield owner[pair[1]], rows[row - row[0]]
-
-    def _edges_and_rows(self, what: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields chunks of edges, and the row of the file that each edge came from."""
-        loops = others = 0
-        for pair in self.graph.edges.chunks(what):
-            if not self.graph.doubled:
-                yield pair, np.arange(others, others + pair.shape[1])
-                others += pair.shape[1]
-                continue
-            # an edge is followed by its reverse, unless it is a self-loop
-            loop = pair[0] == pair[1]
-            before_loops = loops + np.cumsum(loop) - loop
-            before_others = others + np.cumsum(~loop) - ~loop
-            yield pair, before_loops + before_others // 2
-            loops += int(np.count_nonzero(loop))
-            others += int(np.count_nonzero(~loop))
-
-    def _files(
-        self, name: str, dtype: Any, shapes: list[tuple[int, ...]]
-    ) -> list[ArrayFile]:
-        return [
-            ArrayFile(self.out / part_name(part) / name, dtype, shape)
-            for part, shape in enumerate(shapes)
-        ]
-
-    def _count_rows(
-        self, size: np.ndarray, grid: Grid | None, train: torch.Tensor | None
-    ) -> PartitionReport:
-        count = RowCount(self.partition, grid)
-        for part in tqdm(range(size.size), "counting rows", disable=None, leave=False):
-            file = self.out / part_name(part) / "edge_index.npy"
-            if size[part]:
-                count.add(part, EdgeFile(file).chunks(f"part {part}"))
-        return count.report(train)
-
-    def _meta(self, figures: PartitionReport) -> Meta:
-        num_edges = self.graph.edges.num_edges
-        attributes = {}
-        for name, kind in self.kinds.items():
-            column = self.graph.columns[name]
-            shape = [*column.shape]
-            if kind == "edge":  # an edge and its reverse share a row of the file
-                shape[0] = num_edges
-            dtype = torch_name(column.name, column.dtype)
-            attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
-        return graph_meta(self.out, self.partition, num_edges, attributes, {}, figures)
-
-
-# ids from here on, if they are 100 times the edges, too, are taken for a mistake
-MANY = 10**8
+    def check_rows(self, num_nodes: int, num_edges: int) -> None:
+        """Raises ValueError for a column without a row for each node, or edge in the file."""
+        for kind, column in self.values():
+            count = num_nodes if kind == "node" else num_edges
+            if column.shape[:1] != (count,):
+                raise ValueError(
+                    f"{column.name}: has the shape {list(column.shape)}, but there are "
+                    f"{count} {kind}s (nodes: the largest id of the edges plus one, or "
+                    f"--num-nodes): give a row for each; a mask is bool [{count}]"
+                )
 
 
 @dataclass
-class GraphFiles:
+class _GraphFiles:
     """Holds a graph whose edges, features and labels stay in files until they are read.
 
     edges     the edges, in chunks
     num_nodes the number of nodes
     edge_rows the number of edges in the file, which attributes of edges have rows for
-    doubled   whether each of these is followed by its reverse
-    columns   attributes by name; those of edges have a row per edge in the file, not doubled
-    kinds     "node" or "edge", for the columns whose file tells it
+    doubled   whether each of these is followed by its reverse, unless it is a self-loop
+    columns   the attributes
     """
 
     edges: EdgeFile
     num_nodes: int
     edge_rows: int
-    doubled: bool = False
-    columns: dict[str, NpyColumn] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
+    doubled: bool
+    columns: _Columns
 
-    def add(self, name: str, column: NpyColumn, kind: str) -> None:
-        """Adds a column, whose name must be free."""
-        if name in self.columns or name == "edge_index":
-            raise ValueError(
-                f"{name}: {column.name} holds it, and so does another file; rename one"
-            )
-        self.columns[name], self.kinds[name] = column, kind
+    def of(self, kind: Kind) -> dict[str, NpyColumn]:
+        """Returns the columns of nodes or of edges."""
+        return {name: column for name, (k, column) in self.columns.items() if k == kind}
 
-    def names_of_kind(self, kind: str) -> list[str]:
-        """Returns the names of the columns whose file tells that they are of a kind."""
-        return [name for name, one in self.kinds.items() if one == kind]
+    def train_mask(self) -> torch.Tensor | None:
+        """Returns the attribute train_mask of the nodes, if there is one."""
+        mask = self.of("node").get("train_mask")
+        if mask is None or mask.dtype != np.bool_ or mask.shape != (self.num_nodes,):
+            return None
+        return torch.from_numpy(mask.take(0, self.num_nodes))
+
+
+class _Writer:
+    """Writes the parts of one graph into the folder `out`."""
+
+    def __init__(self, out: Path, graph: _GraphFiles, partition: Partition) -> None:
+        self.out, self.graph, self.partition = out, graph, partition
+        self.owner = partition.owner.numpy()
+        self.folders = [out / part_name(part) for part in range(partition.num_parts)]
+
+    def write(self, grid: Grid | None) -> PartitionReport:
+        """Writes all files but META.json; returns the figures."""
+        write_array(self.out / OWNER, self.partition.owner)
+        for part, folder in enumerate(self.folders):
+            folder.mkdir()
+            write_array(folder / "node_gid.npy", self.partition.gids(part))
+        for name, column in self.graph.of("node").items():
+            self._write_rows(name, column)
+        size, count = self._write_edges(), RowCount(self.partition, grid)
+        for part in tqdm(range(len(size)), "counting rows", disable=None, leave=False):
+            if size[part]:
+                file = EdgeFile(self.folders[part] / "edge_index.npy")
+                count.add(part, file.chunks(f"part {part}"))
+        return count.report(self.graph.train_mask())
+
+    def _write_rows(self, name: str, column: NpyColumn) -> None:
+        files, start = self._files(file_name("node", name), column.dtype, column), 0
+        total = self.owner.size
+        bar = tqdm(desc=name, total=total, unit=" rows", disable=None, leave=False)
+        with bar:
+            for rows in column.rows():
+                owner = self.owner[start : start + len(rows)]
+                for part, here in group_by_part(owner):
+                    files[part].append(rows[here])
+                start += len(rows)
+                bar.update(len(rows))
+
+    def _write_edges(self) -> np.ndarray:
+        """Writes the edges of all parts, and their attributes; returns each part's number."""
+        graph, owner = self.graph, self.owner
+        size = np.zeros(len(self.folders), np.int64)
+        for _, dst in graph.edges.chunks("counting the edges of parts"):
+            size += np.bincount(owner[dst], minlength=size.size)
+        gid = self._files("edge_gid.npy", np.int64)
+        ends = [
+            ArrayFile(folder / "edge_index.npy", np.int64, (2, int(m)))
+            for folder, m in zip(self.folders, size, strict=True)
+        ]
+        columns = graph.of("edge")
+        files = {
+            name: self._files(file_name("edge", name), column.dtype, column)
+            for name, column in columns.items()
+        }
+        start = 0
+        for pair, row in self._edges_and_rows():
+            first, last = int(row[0]), int(row[-1]) + 1
+            held = {n: column.take(first, last) for n, column in columns.items()}
+            for part, here in group_by_part(owner[pair[1]]):
+                at = gid[part].shape[0]
+                gid[part].append(start + here)
+                ends[part].write(at, pair[0, here])
+                ends[part].write(int(size[part]) + at, pair[1, here])
+                for name, rows in held.items():
+                    files[name][part].append(rows[row[here] - first])
+            start += pair.shape[1]
+        return size
+
+    def _edges_and_rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields chunks of edges, and the row of the file that each edge came from."""
+        rows = others = 0
+        for pair in self.graph.edges.chunks("writing edges"):
+            new = np.ones(pair.shape[1], np.bool_)
+            if self.graph.doubled:
+                loop = pair[0] == pair[1]
+                place = others + np.cumsum(~loop)
+                others, new = int(place[-1]), loop | (place % 2 == 1)
+            yield pair, rows + np.cumsum(new) - 1
+            rows += int(np.count_nonzero(new))
+
+    def _files(
+        self, name: str, dtype: Any, column: NpyColumn | None = None
+    ) -> list[ArrayFile]:
+        """Makes a file without rows in each part, for rows as those of a column."""
+        shape = (0,) if column is None else (0, *column.shape[1:])
+        return [ArrayFile(folder / name, dtype, shape) for folder in self.folders]
+
+
+def _meta(
+    out: Path, graph: _GraphFiles, partition: Partition, figures: PartitionReport
+) -> Meta:
+    num_edges, attributes = graph.edges.num_edges, {}
+    for name, (kind, column) in graph.columns.items():
+        # an edge and its reverse share a row of the file
+        count = num_edges if kind == "edge" else graph.num_nodes
+        shape, dtype = [count, *column.shape[1:]], torch_name(column.name, column.dtype)
+        attributes[name] = {"kind": kind, "dtype": dtype, "shape": shape}
+    return graph_meta(out, partition, num_edges, attributes, {}, figures)
 
 
 def is_source(name: str) -> bool:
@@ -322,36 +318,21 @@ def is_source(name: str) -> bool:
     return path.suffix == ".npy" or is_table(path)
 
 
-def open_source(
-    path: str | Path,
+def _open(
+    path: Path,
     spool: Path,
-    *,
-    num_nodes: int | None = None,
-    undirected: bool = False,
-    node_files: Mapping[str, str | Path] | None = None,
-    edge_files: Mapping[str, str | Path] | None = None,
-    node_table: str | Path | None = None,
-) -> GraphFiles:
-    """Opens a graph; tables are copied to .npy files in the folder `spool`.
-
-    path        a .npy file of edges, or a table of edges (.csv, .tsv, .txt, .el, .edges;
-                .gz; .parquet, .arrow, .feather: `ArrowTable.edges`)
-    num_nodes   needed if the files do not tell it and the last nodes have no edges
-    undirected  each edge stands for both directions (as OGB's add_inverse_edge)
-    node_files, edge_files  .npy files by the name of the attribute
-    node_table  a table (as of edges, with names of columns) with a row for each node, and a
-                column for each attribute; in the order of ids, or with ids in a column "id". If
-                these are not 0 .. n - 1 (texts, integers with gaps), node k is row k, and
-                edges must be in a table, too: their ends are looked up in this column
-
-    Raises ValueError, naming the file, if one is missing, damaged or does not fit the others.
-    """
-    path = Path(path)
-    _check_names(set(node_files or {}), set(edge_files or {}))
-    table = None if node_table is None else ArrowTable(Path(node_table))
-    columns, names = ({}, None) if table is None else table.node_columns(spool)
-    if table is not None and num_nodes is None:
-        num_nodes = table.num_rows
+    num_nodes: int | None,
+    undirected: bool,
+    columns: _Columns,
+    node_table: str | Path | None,
+) -> _GraphFiles:
+    """Opens a graph; tables are copied to .npy files in the folder `spool`."""
+    names = None
+    if node_table is not None:
+        table = ArrowTable(Path(node_table))
+        of_table, names = table.node_columns(spool)
+        columns.add("node", of_table)
+        num_nodes = table.num_rows if num_nodes is None else num_nodes
     if names is not None and not is_table(path):
         raise ValueError(
             f"{names.name}: these ids are not 0 .. {len(names.names) - 1}, and are looked up "
@@ -359,14 +340,8 @@ def open_source(
         )
     if not path.is_file():
         raise ValueError(f"{path}: {'is a folder' if path.is_dir() else 'missing'}")
-    found = _with_edges(path, spool, num_nodes, undirected, names)
-    for name, file in {**(node_files or {}), **(edge_files or {})}.items():
-        found.columns[name] = NpyColumn(file)
-    for name in node_files or {}:
-        _check_rows(found.columns[name], found.num_nodes)
-    for name, column in columns.items():
-        _check_rows(column, found.num_nodes)
-        found.add(name, column, "node")
+    found = _with_edges(path, spool, num_nodes, undirected, columns, names)
+    columns.check_rows(found.num_nodes, found.edge_rows)
     if not found.num_nodes and num_nodes is None:
         raise ValueError(
             f"{path}: holds no edges, so it does not tell how many nodes there are; say "
@@ -375,46 +350,25 @@ def open_source(
     return found
 
 
-def _check_names(node: set[str], edge: set[str]) -> None:
-    """Raises for a file named edge_index, and for a name given both for nodes and edges."""
-    if "edge_index" in node | edge:
-        raise ValueError(
-            "edge_index: got a file for it beside the graph, whose edges it would not "
-            "replace; give that file as the graph, or its values another name"
-        )
-    if node & edge:
-        raise ValueError(
-            f"{min(node & edge)}: got a file of the nodes and one of the edges; give one "
-            "of them another name"
-        )
-
-
-def _check_rows(column: NpyColumn, count: int) -> None:
-    if not column.shape or column.shape[0] != count:
-        raise ValueError(
-            f"{column.name}: has the shape {list(column.shape)}, but there are {count} nodes "
-            "(the largest id of the edges plus one, or --num-nodes): give a row for each; a "
-            f"mask is bool [{count}]"
-        )
-
-
 def _with_edges(
     path: Path,
     spool: Path,
     num_nodes: int | None,
     undirected: bool,
+    columns: _Columns,
     names: NodeNames | None,
-) -> GraphFiles:
+) -> _GraphFiles:
     """Reads a table, adds reverses and counts nodes, in one pass; or needs none."""
     if is_table(path):
         table = ArrowTable(path)
-        pairs, columns = table.edges(num_nodes, names), table.edge_columns(spool)
+        pairs = table.edges(num_nodes, names)
+        columns.add("edge", table.edge_columns(spool))
     elif path.suffix == ".npy":
-        edges, columns = EdgeFile(path), {}
+        edges = EdgeFile(path)
         if num_nodes is not None:
             edges.limit(num_nodes)
         if not undirected and num_nodes is not None:
-            return GraphFiles(edges, num_nodes, edges.num_edges)
+            return _GraphFiles(edges, num_nodes, edges.num_edges, False, columns)
         pairs = edges.chunks("reading edges")
     else:
         raise ValueError(
@@ -431,24 +385,12 @@ def _with_edges(
             writer.append(with_reverses(pair.T) if undirected else pair.T)
     if copied:
         edges = EdgeFile(file, pair_rows=True)
-    count = _infer_num_nodes(path, largest, edges, num_nodes)
-    edges.limit(count)
-    found = GraphFiles(edges, count, rows, undirected)
-    for name, column in columns.items():
-        found.add(name, column, "edge")
-    return found
-
-
-def _infer_num_nodes(
-    path: Path, largest: int, edges: EdgeFile, num_nodes: int | None
-) -> int:
-    """Returns the number of nodes: `num_nodes` if given, otherwise the largest id plus one."""
-    if num_nodes is not None:
-        return num_nodes
-    if largest >= max(MANY, 100 * edges.num_edges):
+    count = largest + 1 if num_nodes is None else num_nodes
+    if num_nodes is None and largest >= max(MANY, 100 * edges.num_edges):
         raise ValueError(
             f"{path}: {edges.num_edges} edges have ids up to {largest}, and each of 0 .. "
             "the largest is a node; number them without gaps, or say how many there are "
             "(--num-nodes)"
         )
-    return largest + 1
+    edges.limit(count)
+    return _GraphFiles(edges, count, rows, undirected, columns)

@@ -18,7 +18,7 @@ are those of all types, and META.json counts them by type: see [Note: several ty
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from pyg_distcomm.partition.layout import (
     file_name,
     flush_files,
     folder_meta,
-    new_folder,
+    new_partition,
     part_name,
     read_array,
     write_array,
@@ -111,7 +111,7 @@ def write_folder(
     partition = _owners(data, partition)
     graph = DividedGraph(data, partition, graph_kinds(data, node_attrs, edge_attrs))
     figures = graph.report(grid)
-    with new_folder(out, force) as aside:
+    with new_partition(out, force) as aside:
         _write_all(aside, graph, figures)
     return figures
 
@@ -421,21 +421,6 @@ def attribute_kinds(
         for name in data.to_dict()  # data.keys() has no fixed order
         if name not in STRUCTURE and name in data  # a Batch adds _num_nodes
     }
-
-
-def shape_kinds(
-    shapes: Mapping[str, tuple[int, ...]],
-    num_nodes: int,
-    num_edges: int,
-    node_attrs: Iterable[str] = (),
-    edge_attrs: Iterable[str] = (),
-) -> dict[str, Kind]:
-    """Returns the kind of each attribute from its shape, as `attribute_kinds` does."""
-    data = Data(edge_index=torch.empty(2, num_edges, device="meta"))
-    data.num_nodes = num_nodes
-    for name, shape in shapes.items():
-        data[name] = torch.empty(shape, device="meta")
-    return attribute_kinds(data, node_attrs, edge_attrs)
 
 
 def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:

@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote
@@ -24,14 +24,10 @@ from torch import Tensor
 
 from pyg_distcomm.partition.atomic import (
     Output,
-    clear,
     explaining_disk,
-    new_token,
+    new_folder,
     newest,
-    put_back,
-    put_in_place,
     sha256,
-    sibling,
     sync,
 )
 from pyg_distcomm.partition.partition import PartitionReport
@@ -188,27 +184,20 @@ def foreign_files(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(out: Path, force: bool) -> Iterator[Path]:
+def new_partition(out: Path, force: bool) -> Iterator[Path]:
     """Yields a folder to write in, and renames it to `out` at the end.
 
     Raises:
         ValueError: naming the file and the cause, if the disk is full or read-only, or
             something else is at `out`. An earlier folder at `out` then stays.
     """
-    put_back(out, is_folder)
-    clear(out, lambda left: left.is_dir() and not any(foreign_files(left)))
-    check_target(out, force)
-    aside = sibling(out, "writing", new_token())
-    try:
-        with explaining_disk(out):
-            aside.mkdir(parents=True)
-            yield aside
-            # again: another process may have written it meanwhile
-            check_target(out, force)
-            put_in_place(aside, out)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+
+    def is_ours(left: Path) -> bool:
+        return left.is_dir() and not any(foreign_files(left))
+
+    check = partial(check_target, out, force)
+    with explaining_disk(out), new_folder(out, check, is_folder, is_ours) as aside:
+        yield aside
 
 
 def _first_problem(meta: Meta) -> str | None:
@@ -217,84 +206,72 @@ def _first_problem(meta: Meta) -> str | None:
     Its digest tells whether it is as it was written; this is for whoever wrote another digest.
     """
     try:
-        return next(_problems(meta), None)
+        for name, value, fits, wanted in _fields(meta):
+            if not fits:
+                return f"{name} is {repr(value)[:80]}, wanted {wanted}"
     except KeyError as error:
         return f"has no {error.args[0]!r}"
     except (TypeError, AttributeError) as error:
         return f"has a field of another type ({error})"
+    return None
 
 
-def _problems(meta: Meta) -> Iterator[str]:
-    for name in ("num_nodes", "num_edges", "num_parts"):
-        if not _is_count(meta[name]):
-            yield f"{name} is {meta[name]!r}, wanted a number of at least 0"
-    if meta["num_parts"] < 1:
-        yield "num_parts is 0, wanted at least 1"
+def _fields(meta: Meta) -> Iterator[tuple[str, Any, bool, str]]:
+    """Yields each field: its name and value, whether it fits, and what is wanted.
+
+    Later ones are looked for where earlier ones fit.
+    """
     for name in ("attributes", "values", "partition", "report", "files"):
         kind = str if name == "partition" else dict
-        if not isinstance(meta[name], kind):
-            yield f"{name} is {meta[name]!r}, wanted a {kind.__name__}"
-    report, parts = meta["report"], meta["num_parts"]
+        yield name, meta[name], isinstance(meta[name], kind), f"a {kind.__name__}"
+    report = meta["report"]
+    counts = {name: meta[name] for name in ("num_nodes", "num_edges", "num_parts")}
+    for name, count in {**counts, "report.edge_cut": report["edge_cut"]}.items():
+        least = int(name == "num_parts")
+        fits = _is_count(count) and count >= least
+        yield name, count, fits, f"a number of at least {least}"
+    types, parts = meta.get("types", {"nodes": {}, "edges": []}), meta["num_parts"]
+    by_type = {"nodes": [*types["nodes"].values()], "edges": []}
+    by_type["edges"] = [each["edges"] for each in types["edges"]]
+    lists = [("types", each["halo_rows"]) for each in types["edges"]]
+    lists += [("types", counts) for each in by_type.values() for counts in each]
     for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
-        if not _are_counts(report[name], parts):
-            yield f"report.{name} is {str(report[name])[:80]}, wanted {parts} counts"
-    if not _is_count(report["edge_cut"]):
-        yield f"report.edge_cut is {report['edge_cut']!r}, wanted a number of at least 0"
+        lists.append((f"report.{name}", report[name]))
+    for name, each in lists:
+        fits = isinstance(each, list) and len(each) == parts
+        yield name, each, fits and all(map(_is_count, each)), f"{parts} counts"
     PartitionReport.from_dict(report)  # raises for other fields, also of one before
-    for name in ("nodes", "edges"):
-        if sum(report[name]) != meta[f"num_{name}"]:
-            yield f"num_{name} is {meta[f'num_{name}']}, but report has {sum(report[name])}"
-    types = meta.get("types", {"nodes": {}, "edges": []})
-    for counts in (
-        *types["nodes"].values(),
-        *(each[what] for each in types["edges"] for what in ("edges", "halo_rows")),
-    ):
-        if not _are_counts(counts, parts):
-            yield f"types has {str(counts)[:80]}, wanted {parts} counts"
-    for name, several in (
-        ("nodes", types["nodes"].values()),
-        ("edges", [each["edges"] for each in types["edges"]]),
-    ):
-        if several and [*map(sum, zip(*several, strict=True))] != report[name]:
-            yield f"types have other {name} than the report, {report[name]}"
+    for name, several in by_type.items():
+        count, total = meta[f"num_{name}"], sum(report[name])
+        yield f"num_{name}", count, count == total, f"{total}, as in the report"
+        sums = [*map(sum, zip(*several, strict=True))]
+        fits = not several or sums == report[name]
+        yield f"sum of types.{name}", sums, fits, f"{report[name]}, as in the report"
     for name, attr in meta["attributes"].items():
-        yield from _attribute_problems(name, attr)
+        yield from _fields_of_attribute(f"attributes.{name}", attr)
     for name, file in meta["files"].items():
-        yield from _file_problems(name, file)
+        steps = _SEPARATOR.split(name)
+        inside = not any(step in ("", ".", "..") or ":" in step for step in steps)
+        yield "a name in files", name, inside, "a path inside the folder"
+        fits = isinstance(file, dict) and _is_count(file["bytes"])
+        fits = fits and isinstance(file["sha256"], str)
+        fits = fits and _SHA256.fullmatch(file["sha256"]) is not None
+        yield f"files.{name}", file, fits, "its bytes and sha256"
+
+
+def _fields_of_attribute(at: str, attr: Any) -> Iterator[tuple[str, Any, bool, str]]:
+    yield at, attr, isinstance(attr, dict), "a dict"
+    kind, dtype, shape = attr["kind"], attr["dtype"], attr["shape"]
+    yield f"{at}.kind", kind, kind in _LEVELS, f"one of {_LEVELS}"
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    yield f"{at}.dtype", dtype, isinstance(found, torch.dtype), "the name of a dtype"
+    fits = isinstance(shape, list) and all(map(_is_count, shape))
+    fits = fits and (kind == "graph" or shape != [])
+    yield f"{at}.shape", shape, fits, "sizes of at least 0, one of rows first"
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < _MOST
-
-
-def _are_counts(value: Any, length: int) -> bool:
-    fits = isinstance(value, list) and len(value) == length
-    return fits and all(map(_is_count, value))
-
-
-def _attribute_problems(name: str, attr: Any) -> Iterator[str]:
-    if not isinstance(attr, dict):
-        yield f"attributes.{name} is {attr!r}, wanted a dict"
-    kind, dtype, shape = attr["kind"], attr["dtype"], attr["shape"]
-    if kind not in _LEVELS:
-        yield f"attributes.{name}.kind is {kind!r}, wanted one of {_LEVELS}"
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    if not isinstance(found, torch.dtype):
-        yield f"attributes.{name}.dtype is {dtype!r}, wanted the name of a dtype"
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        yield f"attributes.{name}.shape is {shape!r}, wanted sizes of at least 0"
-    if kind != "graph" and not shape:
-        yield f"attributes.{name}.shape is {shape}, wanted a number of rows"
-
-
-def _file_problems(name: str, file: Any) -> Iterator[str]:
-    steps = _SEPARATOR.split(name)
-    if any(step in ("", ".", "..") or ":" in step for step in steps):
-        yield f"files names {name!r}, which is not inside the folder"
-    if not isinstance(file, dict) or not _is_count(file["bytes"]):
-        yield f"files.{name}.bytes is wrong: {file!r}"
-    if not isinstance(file["sha256"], str) or not _SHA256.fullmatch(file["sha256"]):
-        yield f"files.{name}.sha256 is wrong: {file['sha256']!r}"
 
 
 def write_array(path: Path, tensor: Tensor) -> None:
