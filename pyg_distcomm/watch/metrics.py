@@ -32,12 +32,12 @@ from typing import Any
 import torch
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.consistency import on_all_ranks
+from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.ledger import Entry, Ledger
 from pyg_distcomm.comm.mesh import Mesh, given_mesh
 from pyg_distcomm.comm.trace import as_json, span, trace
 from pyg_distcomm.graph.partition_data import partition_report
-from pyg_distcomm.partition.atomic import add_line, whole_file
+from pyg_distcomm.partition.atomic import add_line, explaining_disk, whole_file
 from pyg_distcomm.partition.partition import imbalance
 from pyg_distcomm.process import tell
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -99,70 +99,52 @@ class metrics:
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.mesh = given_mesh(mesh, "pdc.metrics")
-        self._loader = loader
-        self._writers = list(writers) if self.mesh.everyone.rank == 0 else []
-        own = Ledger(traced=False)
-        self._axis = replace(self.mesh.everyone, ledger=own)
-        self._start, self._folder_works = 0, True
-        about = self._about(data)
-        with on_all_ranks(self._axis):
-            self._open_folder(about)
+        self._loader, self._start = loader, 0
+        self._axis = replace(self.mesh.everyone, ledger=Ledger(traced=False))
+        self._open_run(data)
+        self._writers: list[Callable[[Row], Any]] = []
+        if self._axis.rank == 0:
+            to_folder = [] if self.folder is None else [self._append]
+            self._writers = [*to_folder, *writers]
         self._phases: dict[str, float] = {}
         self._inner = 0.0  # seconds of the phases inside the one that is open
         self._before = self.mesh.ledger.snapshot()
         self._clock = time.perf_counter()
 
-    def _about(self, data: Any) -> Row:
-        """Returns the description of the run, on all ranks; collective."""
-        mesh = self.mesh
-        edge_index = getattr(data, "edge_index", None)
-        shared = isinstance(edge_index, DistEdgeIndex)
-        with on_all_ranks(self._axis):
+    def _open_run(self, data: Any) -> None:
+        """Describes the run in its folder, which rank 0 names and writes; collective."""
+        mesh, axis = self.mesh, self._axis
+        shared = isinstance(getattr(data, "edge_index", None), DistEdgeIndex)
+        with on_all_ranks(axis):
             if data is not None and not shared:
                 raise TypeError(
                     "pdc.metrics takes as data what pdc.partition(data, mesh) returned, got "
                     f"{type(data).__name__} with a plain edge_index"
                 )
-        place = None if self.folder is None else str(self.folder)
-        described = socket.gethostname(), shared, place
-        hosts, given, folders = zip(
-            *collectives.all_gather_object(described, self._axis), strict=True
-        )
-        if len(set(given)) > 1:
-            raise ValueError(
-                "pdc.metrics takes data= on all ranks or none, and it is missing on rank "
-                f"{given.index(False)}"
-            )
-        if mesh.everyone.rank:  # so that `trace` is entered on all ranks, or on none
-            self.folder = None if folders[0] is None else Path(folders[0])
-        found: Row = {
-            "ranks": mesh.everyone.size,
+        check_alike({"data": "a share" if shared else "none"}, axis)
+        # of rank 0, so that `trace` is entered on all ranks, or on none
+        named = None if self.folder is None else str(self.folder)
+        place = collectives.broadcast_object(named, axis)
+        self.folder = None if place is None else Path(place)
+        about: Row = {
+            "ranks": axis.size,
             "grid": list(mesh.grid),
             "stages": mesh.stage.size,
-            "hosts": list(hosts),
+            "hosts": collectives.all_gather_object(socket.gethostname(), axis),
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        if not shared:
-            return found
-        found["partition"] = asdict(partition_report(data))
-        return found
-
-    def _open_folder(self, about: Row) -> None:
-        """Creates the folder, on rank 0; raises ValueError if that fails."""
-        if self.folder is None or self.mesh.everyone.rank:
-            return
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            before = _read_json(self.folder / RUN)
-            starts = [*before.get("starts", [])]
-            self._start = len(starts)
-            starts.append({"time": time.time(), "ranks": about["ranks"]})
-            write_text(self.folder / RUN, json.dumps({**about, "starts": starts}))
-        except OSError as error:
-            raise ValueError(
-                f"pdc.metrics cannot write {self.folder}: {error}"
-            ) from error
+        if shared:
+            about["partition"] = asdict(partition_report(data))
+        with on_all_ranks(axis):
+            if self.folder is not None and axis.rank == 0:
+                with explaining_disk(self.folder):
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    starts = [*_read_json(self.folder / RUN).get("starts", [])]
+                    self._start = len(starts)
+                    starts.append({"time": time.time(), "ranks": axis.size})
+                    told = json.dumps({**about, "starts": starts})
+                    write_text(self.folder / RUN, told)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -236,8 +218,7 @@ class metrics:
             is_type, text = ranks[0]["problem"]
             raise (TypeError if is_type else ValueError)(text)
         row = _row(ranks)
-        if self.mesh.everyone.rank == 0:
-            self._write_row(row)
+        self._write_row(row)
         values_text = ", ".join(f"{name} {row[name]:.4g}" for name in ranks[0]["given"])
         about = row["epoch"], row["seconds"], row["bytes"]["total"], values_text
         tell(self.mesh.everyone.rank, "epoch %d: %.3f s, %d bytes, %s", *about)
@@ -246,22 +227,16 @@ class metrics:
         return row
 
     def _write_row(self, row: Row) -> None:
-        writers = [*self._writers]
-        if self.folder is not None and self._folder_works:
-            writers.insert(0, self._append)
-        for write in writers:
+        for write in [*self._writers]:
             try:
                 write(row)
             except Exception as error:
+                self._writers.remove(write)
                 what = getattr(write, "__qualname__", type(write).__name__)
                 warnings.warn(
                     f"pdc.metrics: {what} failed and is not called again: {error}",
                     stacklevel=3,
                 )
-                if write in self._writers:
-                    self._writers.remove(write)
-                else:
-                    self._folder_works = False
 
     def _append(self, row: Row) -> None:
         assert self.folder is not None
@@ -440,22 +415,20 @@ class CSVWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._columns: list[str] = []
-        self._last: float | None = None
+        self._last = math.inf
 
     def __call__(self, row: Row) -> None:
         """Writes a row."""
         line: dict[str, Any] = flat(row)
-        if self._last is not None and self._last < row["epoch"]:
-            if not set(line) - set(self._columns):
-                add_line(self.path, self._text([line]))
-                self._last = row["epoch"]
-                return
-        lines = [one for one in self._read() if float(one["epoch"]) < row["epoch"]]
-        lines.append(line)
-        self._columns = list(dict.fromkeys(name for one in lines for name in one))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        head = dict(zip(self._columns, self._columns, strict=True))
-        write_text(self.path, self._text([head, *lines]))
+        if self._last < row["epoch"] and set(line) <= set(self._columns):
+            add_line(self.path, self._text([line]))
+        else:
+            lines = [one for one in self._read() if float(one["epoch"]) < row["epoch"]]
+            lines.append(line)
+            self._columns = list(dict.fromkeys(name for one in lines for name in one))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            head = dict(zip(self._columns, self._columns, strict=True))
+            write_text(self.path, self._text([head, *lines]))
         self._last = row["epoch"]
 
     def _text(self, lines: list[dict[str, Any]]) -> str:
