@@ -205,15 +205,12 @@ def test_training_equals_pyg(kind, option, size, place):
     worlds.run(equal, size, kind, option, "random", "converted", None, place)
 
 
-def equal_there():
-    for kind, option in CASES:
-        equal(kind, option, "random", "converted", None, "spare")
-
-
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
+@worlds.on(2, worlds.anew)
 def test_training_on_a_second_device():
-    worlds.anew(equal_there, 2)
+    for kind, option in CASES:
+        equal(kind, option, "random", "converted", None, "spare")
 
 
 @tiers.parametrize("kind", ["sage", "gat", "to_hetero", "hgt", "han"], ["to_hetero"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 
 import alike
 import places
@@ -285,13 +284,6 @@ REWRITTEN = {
 }
 
 
-def rewritten(name, grid):
-    build, names = REWRITTEN[name]
-    if name == "LabelPropagation":
-        return _in_doubles(propagated, build)
-    return _in_doubles(parity, build, names, "directed", "random", pdc.convert, grid)
-
-
 def propagated(build):
     data, mesh = problem("directed"), worlds.mesh()
     share = shared(data, mesh, "random")
@@ -305,8 +297,12 @@ def propagated(build):
 @tiers.cover(
     ("grid", "name"), [(2, 1, 1), (3, 1, 1), (1, 1, 1), (2, 2, 1)], [*REWRITTEN]
 )
+@worlds.on()
 def test_layers_that_are_rewritten(name, grid):
-    worlds.run(rewritten, math.prod(grid), name, grid)
+    build, names = REWRITTEN[name]
+    if name == "LabelPropagation":
+        return _in_doubles(propagated, build)
+    return _in_doubles(parity, build, names, "directed", "random", pdc.convert, grid)
 
 
 # Graphs and node types of no node, or of one -----------------------------------------

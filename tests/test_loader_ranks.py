@@ -220,14 +220,11 @@ def test_a_loader_that_the_others_have_passed_by_is_ones_own():
     assert worlds.anew(_evaluates_alone, 3) == [(4, 12, 12), 4, 4]
 
 
-def _others_of_one_kind():
+@worlds.on(2, worlds.anew)
+def test_loaders_that_wait_for_each_other_raise_on_all_ranks():
     mesh = worlds.mesh()
     with pytest.raises(ValueError, match="which wait for each other"):
         list(nodes(batch_size=8 + mesh.rank, split=True))
-
-
-def test_loaders_that_wait_for_each_other_raise_on_all_ranks():
-    worlds.anew(_others_of_one_kind, 2)  # ranks that count their loaders apart
 
 
 @worlds.on(3)

@@ -156,7 +156,9 @@ def test_receives_come_before_sends_of_much(size):
         assert small == 0  # what all know to be small is one collective
 
 
-def _more_than_fits():
+@pytest.mark.parametrize("size", [2, 4])
+@worlds.on()
+def test_what_finds_no_room_in_memory_goes_by_gloo(size):
     """Begins more than a ring has room for, then waits; and messages larger than a ring."""
     mesh = worlds.mesh()
     axis, size = mesh.world, mesh.size
@@ -173,11 +175,6 @@ def _more_than_fits():
         assert torch.equal(got, want.unsqueeze(1).expand_as(got))
         assert bool((summed.wait() == want.sum()).all())
     collectives.barrier(axis)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_finds_no_room_in_memory_goes_by_gloo(size):
-    worlds.run(_more_than_fits, size)
 
 
 def _many_under_way():
@@ -294,7 +291,8 @@ def test_a_process_that_leaves_keeps_no_thread_waiting(absent):
     pdc.launch(_leaves, 3, absent, timeout=300)
 
 
-def _let_go():
+@worlds.on(3)
+def test_what_has_left_is_freed_before_the_wait():
     """What has left is freed, long before what comes is waited for."""
     mesh = worlds.mesh()
     counts = [BIG * (rank != mesh.rank) for rank in range(mesh.size)]
@@ -310,10 +308,6 @@ def _let_go():
     assert gone() is None
     assert not any(part() is not None for part in alive)
     assert pending.wait().sum() == sum(counts)
-
-
-def test_what_has_left_is_freed_before_the_wait():
-    worlds.run(_let_go, 3)
 
 
 def _past_two_to_the_31():
@@ -346,7 +340,9 @@ def test_messages_may_be_longer_than_32_bits_count():
     assert received == 2 * count + 5
 
 
-def _equal_blocks_of_one_tensor():
+@pytest.mark.place("cpu")
+@worlds.on(2)
+def test_an_exchange_of_one_tensor_is_never_a_gather():
     mesh = worlds.mesh()
     rank, before = mesh.rank, collectives._uses_nccl
     rows = (
@@ -359,8 +355,3 @@ def _equal_blocks_of_one_tensor():
         collectives._uses_nccl = before
     wanted = [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]][rank]
     assert got.view(-1).tolist() == wanted
-
-
-@pytest.mark.place("cpu")
-def test_an_exchange_of_one_tensor_is_never_a_gather():
-    worlds.run(_equal_blocks_of_one_tensor, 2)

@@ -68,7 +68,19 @@ def close(got, rounded, exact, scale, name):
     assert error <= most, f"{name}: {error:.1e} > {most:.1e}"
 
 
-def as_pyg(names, grid):
+@pytest.mark.parametrize(
+    ("size", "grid", "names"),
+    [
+        tiers.rarely(1, None, FIRST),
+        (2, None, FIRST),
+        tiers.rarely(4, (1, 2, 2), FIRST),
+        (4, (1, 2, 2), ("GCNConv sums", "SAGEConv", "APPNP")),
+        tiers.rarely(3, None, tuple(LAYERS)),
+        tiers.rarely(4, (2, 2, 1), tuple(LAYERS)),
+    ],
+)
+@worlds.on()
+def test_layers_under_autocast(size, names, grid):
     for case in names:
         if places.NOW == "spare" and case == "GatedGraphConv":
             continue  # the second device lacks its fused cell
@@ -99,21 +111,6 @@ def as_pyg(names, grid):
                 continue
             about = case, name
             close(alike.whole(grads[name]), grad, exact_grads[name], max(found), about)
-
-
-@pytest.mark.parametrize(
-    ("size", "grid", "names"),
-    [
-        tiers.rarely(1, None, FIRST),
-        (2, None, FIRST),
-        tiers.rarely(4, (1, 2, 2), FIRST),
-        (4, (1, 2, 2), ("GCNConv sums", "SAGEConv", "APPNP")),
-        tiers.rarely(3, None, tuple(LAYERS)),
-        tiers.rarely(4, (2, 2, 1), tuple(LAYERS)),
-    ],
-)
-def test_layers_under_autocast(size, grid, names):
-    worlds.run(as_pyg, size, names, grid)
 
 
 HALO = ("halo", "halo_reduce", "fiber")

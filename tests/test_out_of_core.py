@@ -305,7 +305,8 @@ def test_saved_tensors_go_to_files_and_watch_for_changes():
         y.sum().backward()
 
 
-def spilled_rows():
+@worlds.on(2)
+def test_saved_rows_of_shares_go_to_files():
     kept, packed = [], memory.MemoryCap.pack
 
     def pack(cap, x):
@@ -327,10 +328,6 @@ def spilled_rows():
         found.append([p.grad.clone() for p in layer.parameters()])
         assert any(kept) is (cap is not None)
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
-
-
-def test_saved_rows_of_shares_go_to_files():
-    worlds.run(spilled_rows, 2)
 
 
 def test_nothing_is_left_of_what_was_kept():
