@@ -202,26 +202,9 @@ def _edge_weights(net, data):
 
 def _recurrent(net, data):
     torch.manual_seed(3)
-    net.cell = torch.nn.GRUCell(7, 8).double()
     net.rnn = torch.nn.LSTM(8, 4, batch_first=True).double()
-    z = net.cell(data.x, net.encode(data.x, data.edge_index))
+    z = net.encode(data.x, data.edge_index)
     return step(net, data, net.rnn(z.unsqueeze(1))[0][:, 0])
-
-
-def _learnt_aggregation(net, data):
-    lib = pyg if type(data.x) is torch.Tensor else nn
-    torch.manual_seed(3)
-    net.gen = lib.GENConv(7, 4, aggr="softmax", learn_t=True).double()
-    net.pna = lib.SAGEConv(4, 4, aggr=pyg.PowerMeanAggregation(learn=True)).double()
-    return step(net, data, net.pna(net.gen(data.x, data.edge_index), data.edge_index))
-
-
-def _class_weights(net, data):
-    net.cw = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0, 0.5]).double())
-    out = F.log_softmax(net(data.x, data.edge_index), -1)
-    loss = (F.one_hot(data.y, 4) * out * net.cw).sum(-1)[data.train_mask].mean()
-    loss.backward()
-    return net
 
 
 def _detached(net, data):
@@ -260,8 +243,6 @@ CASES = {
     "shared": _shared,
     "edge weights": _edge_weights,
     "recurrent": _recurrent,
-    "aggregations": _learnt_aggregation,
-    "class weights": _class_weights,
     "detach_": _detached,
     "reversible": _reversible,
 }

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tiers
 import torch
-import torch_geometric.nn as pyg
 import worlds
 from alike import whole
 from batches import all_same, check, graph, hetero, ids, links, made, nodes, same
@@ -462,21 +461,3 @@ def test_arguments_are_pygs():
     loader = NeighborSampler(edges, [-1], shuffle=True, batch_size=56, num_workers=0)
     assert next(iter(loader))[1].sort().values.tolist() == list(range(56))
     assert list(NeighborSampler(torch.empty(2, 0).long(), [2])) == []
-
-
-def test_a_script_of_old_trains_and_infers():
-    data = graph()
-    torch.manual_seed(0)
-    convs = torch.nn.ModuleList([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 4)])
-
-    def layers(x, adjs):
-        for k, (edge_index, _, size) in enumerate(adjs):
-            x = convs[k]((x, x[: size[1]]), edge_index)
-            x = x.relu() if k == 0 else x
-        return x
-
-    loader = NeighborSampler(data.edge_index, [-1, -1], num_nodes=60, batch_size=13)
-    out = torch.cat([layers(data.x[n_id], adjs) for _, n_id, adjs in loader])
-    edges = data.edge_index
-    want = convs[1](convs[0](data.x, edges).relu(), edges)
-    torch.testing.assert_close(out, want)

@@ -102,14 +102,6 @@ def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size
     worlds.run(_on_ranks, size, [kind], {})
 
 
-@tiers.parametrize("size", [2, 4], [])
-def test_shares_in_other_ways(size):
-    for options in ({"replication": 2}, {"topology": "replicated", "bulk_size": 2}):
-        worlds.run(_on_ranks, size, list(LOADERS), options)
-    kinds = [kind for kind in LOADERS if "saint" not in kind]
-    worlds.run(_on_ranks, size, kinds, {"sample_at": "requester"})
-
-
 # Lists that the script has split -------------------------------------------------------
 
 

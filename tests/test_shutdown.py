@@ -17,13 +17,12 @@ import torch
 import torch.nn.functional as F
 import worlds
 from torch_geometric.data import Data
-from torch_geometric.nn import GraphSAGE
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import store as stores
 from pyg_distcomm.comm.store import RankError, StoreMailbox
-from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions, shared
+from pyg_distcomm.loader import shared
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -370,48 +369,6 @@ def test_sigterm_runs_a_scripts_own_cleanup(tmp_path):
     }
 
 
-def _preempted_in_the_midst(folder):
-    """Is asked to stop inside a traced epoch over a graph that ranks hold once."""
-    mesh = pdc.init(timeout=60)
-    model, loader = pdc.replicate(net(), mesh), loader_of(shared(graph))
-    preempted = pdc.on_preempt(
-        lambda: pdc.save_checkpoint(
-            f"{folder}/run", mesh, model, loader=loader.state_dict()
-        )
-    )
-    with pdc.trace(f"{folder}/trace.json"):
-        for number, batch in enumerate(loader):
-            out = model(batch.x, batch.edge_index)[: batch.batch_size]
-            F.cross_entropy(out, batch.y[: batch.batch_size]).backward()
-            if number == 3 and mesh.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            preempted()
-
-
-def loader_of(data):
-    how = {"options": LoaderOptions(seed=0), "shuffle": True}
-    return DistNeighborLoader(data, [4, 4], batch_size=4, **how)
-
-
-def net():
-    torch.manual_seed(0)
-    return GraphSAGE(8, 16, 2, 3)
-
-
-def test_sigterm_inside_a_traced_epoch_saves_and_leaves_nothing(tmp_path):
-    before = set(os.listdir("/dev/shm"))
-    with pytest.raises(SystemExit, match="143"):
-        pdc.launch(_preempted_in_the_midst, 2, str(tmp_path), timeout=60)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("run", "rank0.trace.json", "rank1.trace.json")
-    }
-    told = loader_of(graph()).state_dict()
-    state = pdc.load_checkpoint(tmp_path / "run", pdc.init(), net(), loader=told)
-    assert state["loader"]["batches"] >= 3
-    left = {n for n in set(os.listdir("/dev/shm")) - before if "pyg_distcomm" in n}
-    assert not left
-
-
 # The end of a script: [Note: compiled in its own thread], [Note: exit] ----------------
 
 KEEPS_NOTHING = """
@@ -507,28 +464,3 @@ def test_compiling_keeps_no_frame_and_may_begin_once_the_script_is_through(tmp_p
 def test_a_script_may_end_with_a_step_of_training(tmp_path, last):
     done = _ran(tmp_path, ENDS_AT_ONCE + last, *LAUNCHER, cold=not last)
     assert done.returncode == 0, done.stderr
-
-
-CAUSE = """
-import pyg_distcomm as pdc, torch
-mesh = pdc.init(timeout=120)
-x = torch.ones(3)
-from pyg_distcomm.comm import collectives
-if mesh.rank == 1:
-    raise ValueError("bad luck on this rank")
-try:
-    collectives.all_reduce(x, mesh.world)
-except ValueError as error:
-    print("HEARD", str(error).splitlines()[0])
-    raise
-"""
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_torchrun_ends_with_the_cause(tmp_path):
-    done = _ran(tmp_path, CAUSE, *LAUNCHER, cold=False)
-    assert done.returncode != 0
-    assert "bad luck on this rank" in done.stderr
-    heard = "HEARD rank 1 failed with ValueError: bad luck on this rank"
-    assert heard in done.stdout or "SIGTERM" in done.stderr  # torchrun may be faster

@@ -14,7 +14,6 @@ import tiers
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
-import worlds
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
@@ -973,43 +972,3 @@ def test_a_forward_that_cannot_run_twice_is_not_trimmed():
     writes(x, batch.edge_index)[:8].sum()
     assert torch.equal(x, batch.x / 2)
     assert "in place" in pdc.nn.trimming_of(writes)
-
-
-def _run(path, resumed, share):
-    """Trains inside two epochs; saves in the middle of the first, or goes on from there."""
-    mesh = pdc.init(timeout=120)
-    torch.manual_seed(5 + resumed)
-    data = pdc.partition(larger(), mesh, "random") if share else larger()
-    model = pdc.replicate(pdc.convert(Net("seeds")), mesh)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loader, steps = loader_of_larger(data), 0
-    if resumed:
-        kept = {"loader": loader.state_dict(), "steps": 0}
-        kept = pdc.load_checkpoint(path, mesh, model, optimizer, **kept)
-        steps = kept["steps"]
-        loader.load_state_dict(kept["loader"])
-    elif mesh.rank == 1:
-        torch.rand(3)  # ranks draw masks of their own
-    while steps < 24:
-        for batch in loader:
-            model.train()
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-            steps += 1
-            if steps == 7 and not resumed:
-                kept = {"loader": loader.state_dict(), "steps": steps}
-                pdc.save_checkpoint(path, mesh, model, optimizer, **kept)
-            if steps == 24:
-                break
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-@tiers.parametrize(("size", "share"), [(2, False), (1, False), (2, True)], slice(1))
-def test_a_resumed_run_of_new_processes_ends_in_the_same_bits(tmp_path, size, share):
-    """With dropout and three layers, from the middle of an epoch."""
-    path = str(tmp_path / "run")
-    straight = worlds.anew(_run, size, path, False, share)
-    resumed = worlds.anew(_run, size, path, True, share)
-    for one, two in zip(straight, resumed, strict=True):
-        assert torch.equal(one, two)
