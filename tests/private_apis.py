@@ -103,11 +103,12 @@ LISTED = {
 HOUSE = Path(pyg_distcomm.__file__).parent
 ROOTS = ("torch", "torch_geometric", "numba", "llvmlite")
 PRIVATE = re.compile(r"_[a-zA-Z]\w*(?<!__)")
-# private by name, but of Python, of files that others write, or endings of names of ours
+# private by name, but of Python, of files that others write, endings of names of ours, or
+# what torch documents (`_saved_`, autograd notes)
 OTHERS = set(
     """
     _ID _SubParsersAction _batch _channels _current_frames _dict _fields _getframe _grad _i _j
-    _local _map _mask _replace
+    _local _map _mask _replace _saved_
     """.split()
 )
 

@@ -14,6 +14,7 @@ import torch_geometric.nn as pyg
 import worlds
 from problems import GRAPHS, owners
 from test_layers import problem, shared, step
+from torch.nn.utils.parametrizations import weight_norm
 
 import pyg_distcomm as pdc
 from pyg_distcomm import DistTensor, nn
@@ -235,10 +236,13 @@ def _differing_seeds(data):
     spread = isinstance(data.x, DistTensor)
     torch.manual_seed(data.x.rows.mesh.rank if spread else 0)
     conv, scale = pyg.GCNConv(7, 4), torch.rand(()).requires_grad_()
+    two = [weight_norm(torch.nn.Linear(4, 4)) for _ in range(2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        (conv(data.x, data.edge_index) * scale.exp()).square().sum().backward()
-    return [scale.grad, *(p.grad for p in conv.parameters())]
+        out = conv(data.x, data.edge_index) * scale.exp()
+        two[1](two[0](out)).square().sum().backward()
+    parameters = [p for module in (conv, *two) for p in module.parameters()]
+    return [scale.grad, *(p.grad for p in parameters)]
 
 
 def _forward_mode(data):

@@ -335,19 +335,21 @@ class Comparer:
             warnings.warn(text, stacklevel=3)
         self._warned = True
 
-    def sync_from_rank0(self, x: Tensor) -> None:
+    def sync_from_rank0(self, x: Tensor) -> bool:
         """Copies rank 0's values to a parameter, with a warning, if ranks differ; collective.
+
+        Returns whether they did.
 
         Raises:
             ValueError: if shapes or dtypes differ.
         """
         mesh = self._mesh
         if mesh.check == "never":
-            return
+            return False
         details = {"shape and dtype of a parameter": _shape_and_dtype(x)}
         marks = _compare_and_gather(_PARAMETER, details, digest(x), mesh)
         if all(mark == marks[0] for mark in marks):
-            return
+            return False
         with torch.no_grad():
             x.data.copy_(_of_rank_0(x, mesh))
         self._warn_once(
@@ -355,6 +357,7 @@ class Comparer:
             "rank 0's are taken everywhere. Call torch.manual_seed before the model is "
             "made, so that all ranks draw the same"
         )
+        return True
 
     _warned = False
 

@@ -169,18 +169,22 @@ def compare_weights(args: Any, mesh: Any, func: Any = None) -> None:
                 compare_plain(x, mesh)
 
 
-def _compare_leaf(leaf: Tensor, mesh: Mesh) -> None:
-    """Takes rank 0's values of a parameter, or compares a frozen one; once."""
+def _compare_leaf(leaf: Tensor, mesh: Mesh) -> bool:
+    """Takes rank 0's values of a parameter, or compares a frozen one; once.
+
+    Returns whether a parameter differed.
+    """
     facts = _facts_of(leaf, mesh)
     if facts.compared:
-        return
+        return False
     _check_whole(leaf)
     facts.compared = True
     if leaf.requires_grad:
-        comparer_of(mesh).sync_from_rank0(leaf)
-    elif mesh.check != "never":
+        return comparer_of(mesh).sync_from_rank0(leaf)
+    if mesh.check != "never":
         with _of_a_weight():
             comparer_of(mesh).check(leaf.detach(), name_of(PROCESS.op))
+    return False
 
 
 @contextlib.contextmanager
@@ -226,23 +230,38 @@ def _sharded_by_torch(what: str) -> TypeError:
 
 
 def _compare_computed(x: Tensor, mesh: Mesh) -> None:
-    """Compares a value computed from parameters, and these, when its kind is first met."""
+    """Compares a value computed from parameters, and these, when they are first met.
+
+    Where these differ, rank 0's are taken of them, and of all that its gradient needs.
+    """
     made: Any = x.grad_fn
-    kind = PROCESS.op, made.name(), x.shape, x.dtype
-    if not _is_new(mesh, kind):
+    known, kind = made, (PROCESS.op, made.name(), x.shape, x.dtype)
+    while known is not None and not hasattr(known, "variable"):
+        known = next((node for node, _ in known.next_functions if node), None)
+    first: Any = getattr(known, "variable", None)
+    seen = type(first) not in _PLAIN or _facts_of(first, mesh).compared
+    if not _compares(mesh) or (seen and not _is_new(mesh, kind)):
         return
-    mesh.sharded["compared"][kind] = True
-    todo, met = [x.grad_fn], set()
+    mesh.sharded.setdefault("compared", Latest(_KINDS))[kind] = True
+    todo, met, differ = [made], dict[Any, None](), False
     while todo:
         node = todo.pop()
         if node is None or node in met or len(getattr(node, "of", None) or ()) == 3:
             continue  # what `Placed` takes from a rank's own rows
-        met.add(node)
+        met[node] = None
         leaf: Any = getattr(node, "variable", None)
-        if type(leaf) in _PLAIN:
-            _compare_leaf(leaf, mesh)
+        if type(leaf) in _PLAIN and _compare_leaf(leaf, mesh):
+            differ = True
         todo += [next_node for next_node, _ in node.next_functions]
-    comparer_of(mesh).sync_from_rank0(x)
+    names = [(node, name) for node in met if differ for name in dir(node)]
+    saved = [
+        getattr(node, name)
+        for node, name in names
+        if name.startswith(("_saved_", "saved_tensors"))
+    ]
+    for value in (*tree_leaves(saved), x):
+        if type(value) in _PLAIN:
+            comparer_of(mesh).sync_from_rank0(value)
 
 
 def _note_wrapper(wrapper: Any, mesh: Mesh) -> None:

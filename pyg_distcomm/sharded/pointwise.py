@@ -117,6 +117,7 @@ rule(
     aten.floor_divide,
     aten.hardswish,
     aten.isfinite,
+    aten.leaky_relu,  # not tagged in torch 2.11
     aten.log_sigmoid_backward,
     aten.log_sigmoid_forward,
     aten.polar,
