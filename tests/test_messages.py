@@ -201,7 +201,7 @@ def _forks():
     under_way = collectives.all_reduce_begin(torch.ones(1 << 18), mesh.data)
     if mesh.rank == 0 and (child := os.fork()) == 0:
         with contextlib.suppress(SystemExit), mesh:
-            with pytest.raises(RankError, match="a process that a rank has forked"):
+            with pytest.raises(RankError, match="a process that a rank forks"):
                 collectives.barrier(mesh.world)
             sys.exit()
         drain_at_exit()

@@ -153,8 +153,8 @@ class guarded:
             )
         if watch is not None and watch.closed:
             raise RankError(
-                f"{self._op} over a mesh that was closed, or in a process that a rank has "
-                "forked; make a new one by pdc.init()"
+                f"{self._op} over a mesh that was closed; make a new one by pdc.init(). In a "
+                "process that a rank forks, its meshes are closed"
             )
         if watch is not None and watch.streamed.error is not None:
             raise watch.streamed.error
