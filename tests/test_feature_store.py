@@ -332,7 +332,7 @@ def test_which_attributes_are_coded():
     store.add(None, "x", torch.rand(4, 3))
     store.add(None, "z", torch.rand(4, 3))  # nobody asked
     store.add(None, "w", torch.rand(4))  # 5 bytes in place of 4
-    codecs = store._row_groups[None].codecs
+    codecs = {k: c.codec for k, c in store._row_groups[None].columns.items()}
     assert codecs == {"x": Quantise(strict=False), "z": Plain(), "w": Plain()}
 
 
@@ -585,7 +585,7 @@ def test_rows_that_cannot_be_written_are_told_to_those_who_wait():
     x = torch.arange(80.0).view(20, 4)
     store = DistFeatureStore.from_replicated(x, mesh, wire=Quantise(8))
     if mesh.rank == 1:  # changed since they were checked
-        store._row_groups[None].values["x"][:, 1] = float("nan")
+        store._row_groups[None].columns["x"].values[:, 1] = float("nan")
     with pytest.raises(ValueError, match=r"x: row 0 of a message holds nan"):
         store[torch.arange(20)]
 

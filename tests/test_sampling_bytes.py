@@ -41,9 +41,9 @@ def request_price(asked, asked_by_others, drawn, id_words=1):
     return Price(words=id_words * asked_by_others + asked + 2 * drawn)
 
 
-def counts_price(segments, ranks):
+def counts_price(segments, ranks, of_draws=False):
     """Its counts."""
-    return Price(words=(segments + 2) * (ranks - 1))
+    return Price(words=(segments + 1 + of_draws) * (ranks - 1))
 
 
 class Ranks:
@@ -149,7 +149,7 @@ def test_the_bytes_of_a_hop(size, c, sample_at):
     for hop in range(len(HOPS)):
         if sample_at == "owner":
             want["row"] += owner_price(ranks, rank, found, hop).bytes(4)
-            counts["row"] += counts_price(k, size // c).bytes(8)
+            counts["row"] += counts_price(k, size // c, True).bytes(8)
             continue
         row, col = requester_price(ranks, rank, found, hop)
         want["row"] += row.bytes(4)

@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, get_worker_info
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.consistency import on_all_ranks
-from pyg_distcomm.comm.failure import script_stacklevel
+from pyg_distcomm.comm.failure import reporting, script_stacklevel, watch_of
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.graph.local_adjacency import known
@@ -39,11 +39,11 @@ from pyg_distcomm.loader.epoch import (
     Tracked,
 )
 from pyg_distcomm.loader.notes import (
-    LoaderId,
     Notes,
     StepComparer,
     World,
     launched_ranks,
+    next_name,
     step_comparer,
 )
 from pyg_distcomm.loader.options import (
@@ -92,7 +92,13 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         with on_all_ranks(ranks_of(data := with_edges(data))):
             name = type(self).__qualname__
             self.options = options = LoaderOptions.checked(name, options, dataloader)
-            self.placement = Placement.of(options)
+            if self._draws_itself and options.draws != NEIGHBOR:
+                raise ValueError(
+                    f"got draws={options.draws!r}, but {name} draws in a way of its own; "
+                    "leave it out"
+                )
+            with reporting(watch_of(latest_mesh())):  # others raise at their next wait
+                self.placement = Placement.of(options)
             self.is_partitioned = options.are_for_share(data)
             if self.is_partitioned:
                 check_sampled_together(sampler, dataloader)
@@ -175,7 +181,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         kind = "{}(batch_size={}, drop_last={}, shuffle={})".format(
             type(self).__qualname__, *options
         )
-        self._loader_id = None if self.options.split is False else LoaderId.next(kind)
+        self._loader_name = None if self.options.split is False else next_name(kind)
         self._cached_sharding: BatchSharding | None = None
         self._notes: Notes | None = None
         self._steps: StepComparer | None = None
@@ -191,6 +197,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     _reads_layers = (
         False  # whether it is one of layer-wise inference, and is not shared out
     )
+    _draws_itself = False  # by no option of `draws`
     batch_bytes = 0  # the size of a minibatch, once one was made
     #: the time that each phase of the current or last epoch took; see `Phases`
     phases: Phases = Phases()
@@ -320,31 +327,29 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
     def sample_planned(self, index: Any) -> Any:
         if not isinstance(index, PlannedBatch):
-            return self._sample(self.input_data[index])
-        return self._mark_padding(self._sample(self._seeds_of(index)), index)
+            return self._sample([self.input_data[index]])[0]
+        return self.sample_planned_bulk([index])[0]
 
     def sample_planned_bulk(self, plan: list[PlannedBatch]) -> list[Any]:
-        inputs = [self._seeds_of(index) for index in plan]
-        outs = self._sample_bulk(inputs)
-        return [self._mark_padding(out, k) for out, k in zip(outs, plan, strict=True)]
+        outs = self._sample([self._seeds_of(index) for index in plan])
+        sharding = self._cached_sharding
+        if sharding is not None and sharding.size > 1 and sharding.even == "pad":
+            for out, index in zip(outs, plan, strict=True):
+                out.padding = index.padding
+        return outs
 
     def _seeds_of(self, index: PlannedBatch) -> Any:
         inputs = self.input_data[torch.from_numpy(index.positions)]
         inputs.key = index.key
         return inputs
 
-    def _mark_padding(self, out: Any, index: PlannedBatch) -> Any:
-        sharding = self._cached_sharding
-        if sharding is not None and sharding.size > 1 and sharding.even == "pad":
-            out.padding = index.padding
-        return out
-
-    def _sample(self, inputs: Any) -> Any:
-        return self.node_sampler.sample_from_nodes(inputs)
-
-    def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
-        found: list[Any] = self.neighbor_sampler_in_use.sample_bulk(inputs)
-        return found
+    def _sample(self, bulk: list[Any]) -> list[Any]:
+        """Samples minibatches, together if the sampler can."""
+        sampler = self.neighbor_sampler_in_use
+        if hasattr(sampler, "sample_bulk"):
+            found: list[Any] = sampler.sample_bulk(bulk)
+            return found
+        return [sampler.sample_from_nodes(inputs) for inputs in bulk]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out attributes that a worker process cannot pickle and does not need."""
@@ -455,10 +460,10 @@ class BulkLoading(Generic[Graph], _PyGLoader):
     def _post_note(self) -> World:
         """Posts this rank's note about the loader, once a process group is initialised."""
         world = World.now()
-        if self._notes is None and world.size > 1 and self._loader_id is not None:
+        if self._notes is None and world.size > 1 and self._loader_name is not None:
             source = self.partitioned_source
             mesh = latest_mesh() if source is None else source.mesh
-            self._notes = Notes(world, self._loader_id, mesh)
+            self._notes = Notes(world, self._loader_name, mesh)
             note = {
                 "inputs": self._inputs,
                 "batches": self._epoch_plan.length(),
@@ -533,15 +538,11 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
 @dataclass(frozen=True, eq=False)
 class WorkerBatch:
-    """Holds a minibatch that a worker process sends, with the sizes that the sampler knows.
-
-    Args:
-        batch: the minibatch.
-        sizes, seeds: numbers of nodes by type, as `carry` takes them; None if a transform
-            has replaced the edges.
-    """
+    """Holds a minibatch that a worker process sends, with the sizes that the sampler knows."""
 
     batch: Any
+    # numbers of nodes by type, as `carry` takes them; None if a transform has replaced
+    # the edges
     sizes: dict[Any, int] | None
     seeds: dict[Any, int]
 

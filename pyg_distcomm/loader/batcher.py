@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -37,6 +37,7 @@ from torch_geometric.index import index2ptr
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
+from pyg_distcomm.comm.failure import reporting
 from pyg_distcomm.graph.local_adjacency import carry, follow, prepare
 from pyg_distcomm.graph.partition_data_types import with_planned_edges
 from pyg_distcomm.kernels import memory, sample_cpu, threads
@@ -148,10 +149,8 @@ def with_matrices(batch: Any) -> Any:
             if not name.endswith(_BESIDE):
                 del store.edge_index
             layout = name.removeprefix(_NAME).removesuffix(_BESIDE)
-            if layout == "torch.sparse_coo":
-                store.adj_t = store.adj_t.to_sparse_coo()
-            elif layout == "torch.sparse_csc":
-                store.adj_t = store.adj_t.to_sparse_csc()
+            kind = getattr(torch, layout.removeprefix("torch."))
+            store.adj_t = store.adj_t.to_sparse(layout=kind)
     return batch
 
 
@@ -178,19 +177,12 @@ def take_rows(values: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Attribute:
-    """Describes one attribute whose rows are gathered for a minibatch.
+    """Describes one attribute whose rows are gathered for a minibatch."""
 
-    Args:
-        store: the key of its store in a HeteroData; None in a Data.
-        name: the name of the attribute.
-        values: its rows; None if they are sharded over ranks.
-        of_edges: whether it has a row for each edge, not for each node.
-    """
-
-    store: Any
-    name: str
-    values: Tensor | np.ndarray | None
-    of_edges: bool
+    store: Any  # the key of its store in a HeteroData; None in a Data
+    name: str  # the name of the attribute
+    values: Tensor | np.ndarray | None  # its rows; None if they are sharded over ranks
+    of_edges: bool  # whether it has a row for each edge, not for each node
 
     def ids(self, out: Any) -> Tensor | None:
         """Returns the nodes or edges of a sampler's output that have its rows, if known."""
@@ -219,6 +211,8 @@ class Batcher:
         self._loader, self._phases = loader, phases or Phases()
         self._place: Placement | None = loader.placement
         self._source, self._attributes = loader.partitioned_source, list[Attribute]()
+        source = self._source
+        self._watch = None if source is None else source.sampling.world.watch
         sampler = loader.neighbor_sampler_in_use
         self._own = loader.overrides_collate
         bulks = hasattr(sampler, "sample_bulk")
@@ -263,22 +257,11 @@ class Batcher:
         side = self._side
 
         def work(bulk: list[Any], stopped: Callable[[], bool]) -> list[Any]:
-            with self._reporting(), nullcontext() if side is None else side.use():
+            with reporting(self._watch), nullcontext() if side is None else side.use():
                 found = stage(bulk, stopped)
                 return side.sent(found) if side is not None and last else found
 
         return work
-
-    @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Reports an error of a block to the other ranks, if they take part in it."""
-        try:
-            yield
-        except BaseException as error:
-            watch = None if self._source is None else self._source.sampling.world.watch
-            if watch is not None:
-                watch.report(error)
-            raise
 
     # Plan -----------------------------------------------------------------------------
 
@@ -505,7 +488,7 @@ class Batcher:
         if self._side is not None:
             out = self._side.received(out)
         loader = self._loader
-        with self._reporting():
+        with reporting(self._watch):
             if not self._late:
                 data = loader.postprocess(*out)
             elif self._own and loader.filter_per_worker:

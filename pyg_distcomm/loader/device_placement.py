@@ -31,19 +31,15 @@ HOST = frozenset({"cpu"})  # types of devices that use the host's sampler
 
 @dataclass(frozen=True)
 class Placement:
-    """Describes on which device minibatches are built, and where graph and rows are stored.
+    """Describes on which device minibatches are built, and where graph and rows are stored."""
 
-    Args:
-        device: the device of the minibatches.
-        graph_pinned: whether the graph stays in pinned host memory, which the device reads.
-        rows_on: where rows of nodes and edges are stored: on the device, in pinned memory,
-            or on the host, which gathers the rows of each minibatch.
-        cache: how many pinned rows of nodes the device caches, a count or a fraction.
-    """
-
-    device: torch.device
+    device: torch.device  # the device of the minibatches
+    # whether the graph stays in pinned host memory, which the device reads
     graph_pinned: bool = False
+    # where rows of nodes and edges are stored: on the device, in pinned memory, or on
+    # the host, which gathers the rows of each minibatch
     rows_on: str = DEVICE
+    # how many pinned rows of nodes the device caches, a count or a fraction
     cache: float = 0
     _slots: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     _rows: dict[Any, tuple[Tensor, int, Tensor]] = field(
@@ -53,20 +49,7 @@ class Placement:
 
     @staticmethod
     def of(options: Any) -> Placement | None:
-        """Checks the `LoaderOptions` of a loader; returns None for the host.
-
-        If one is wrong, the other ranks raise at their next wait.
-        """
-        try:
-            return Placement._of(options)
-        except ValueError as error:
-            mesh = latest_mesh()
-            if mesh is not None and mesh.everyone.watch is not None:
-                mesh.everyone.watch.report(error)
-            raise
-
-    @staticmethod
-    def _of(options: Any) -> Placement | None:
+        """Checks the `LoaderOptions` of a loader; returns None for the host."""
         device, cache = options.device, options.cache
         graph_on, rows_on = options.graph_on, options.rows_on
         num_cached_rows(cache, 0)
@@ -76,9 +59,6 @@ class Placement:
                 "rows_on='pinned', or for a share "
                 "features=DistFeatureStore.from_data(..., cache=...)"
             )
-        for name, place in (("graph_on", graph_on), ("rows_on", rows_on)):
-            if place not in PLACES[name]:
-                raise ValueError(f"{name} must be one of {PLACES[name]}, got {place!r}")
         try:
             found = torch.device("cpu" if device is None else device)
         except (RuntimeError, TypeError) as error:
@@ -105,8 +85,14 @@ class Placement:
                     "device out to sample on the host"
                 )
             found = torch.device("cuda", index)
-        if pinned:
-            _check_pinned(found)
+        wrong = "" if found.type == "cuda" else f"device={device!r} is no CUDA device"
+        if not wrong and importlib.util.find_spec("triton") is None:
+            wrong = "Triton is not installed (pip install triton)"
+        if pinned and wrong:
+            raise ValueError(
+                f"pinned memory is read by a Triton kernel on CUDA, but {wrong}; leave "
+                "graph_on and rows_on out"
+            )
         return Placement(found, graph_on == PINNED, rows_on, cache)
 
     def check(self, data: Any, sampler: Any, dataloader: dict[str, Any]) -> None:
@@ -253,32 +239,6 @@ def num_cached_rows(size: float, total: int) -> int:
     )
 
 
-def _check_pinned(device: torch.device) -> None:
-    wrong = None
-    if device.type != "cuda":
-        wrong = f"device={str(device)!r} is not a CUDA device"
-    elif importlib.util.find_spec("triton") is None:
-        wrong = "Triton is not installed (pip install triton)"
-    if wrong is not None:
-        raise ValueError(
-            f"pinned memory is read by a Triton kernel on CUDA, but {wrong}; leave graph_on "
-            "and rows_on out"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class PendingBatch:
-    """Holds a minibatch that a device may still be building.
-
-    Args:
-        out: the minibatch, or a sampler's output.
-        event: recorded after the work that builds it.
-    """
-
-    out: Any
-    event: Any
-
-
 class SideStream:
     """Builds minibatches on a CUDA stream of its own, beside the stream of training."""
 
@@ -292,20 +252,21 @@ class SideStream:
             yield
 
     def sent(self, outs: list[Any]) -> list[Any]:
-        """Pairs each minibatch with an event after all work so far."""
+        """Pairs each minibatch, or sampler's output, with an event after all work so far."""
         event = torch.cuda.Event()
         event.record(self._stream)
-        return [PendingBatch(out, event) for out in outs]
+        return [(out, event) for out in outs]
 
-    def received(self, pending: PendingBatch) -> Any:
+    def received(self, pending: tuple[Any, Any]) -> Any:
         """Has the current stream wait for a minibatch, and returns it."""
+        out, event = pending
         current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(pending.event)
-        for t in tensors_of(pending.out):
+        current.wait_event(event)
+        for t in tensors_of(out):
             if t.is_cuda:
                 t.record_stream(current)
                 hand_over(t)
-        return pending.out
+        return out
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -39,37 +38,25 @@ Epoch: TypeAlias = tuple[Iterator[Any], "Progress", "Phases", StepComparer | Non
 
 @dataclass(frozen=True, eq=False)
 class PlannedBatch:
-    """Describes one minibatch to sample, for the thread or worker that samples it.
+    """Describes one minibatch to sample, for the thread or worker that samples it."""
 
-    Args:
-        positions: the positions of its inputs in the loader's list.
-        key: the key of its draws.
-        padding: whether it repeats another batch, so that all ranks have equally many.
-    """
-
-    positions: NDArray[np.int64]
-    key: int
+    positions: NDArray[np.int64]  # the positions of its inputs in the loader's list
+    key: int  # the key of its draws
+    # whether it repeats another batch, so that all ranks have equally many
     padding: bool = False
 
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """Assigns the batches of an epoch to ranks.
+    """Assigns the batches of an epoch to ranks."""
 
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-        split: whether each rank has a list of its own.
-        batches: the number of batches of the epoch; if split, of each rank's own list;
-            empty if not known.
-        even: how ranks get equally many batches, "pad" or "drop".
-    """
-
-    rank: int
-    size: int
-    split: bool
+    rank: int  # this rank
+    size: int  # the number of ranks
+    split: bool  # whether each rank has a list of its own
+    # the number of batches of the epoch; if split, of each rank's own list; empty if
+    # not known
     batches: tuple[int, ...]
-    even: str
+    even: str  # how ranks get equally many batches, "pad" or "drop"
 
     def rounds(self, start: int) -> int:
         """Returns how many batches each rank gets, from global batch `start` on."""
@@ -97,22 +84,15 @@ class BatchSharding:
 
 @dataclass(eq=False)
 class EpochPlan:
-    """Lists the batches of any epoch of a loader, as a function of its seed.
+    """Lists the batches of any epoch of a loader, as a function of its seed."""
 
-    Args:
-        count: the number of inputs.
-        batch_size: the number of inputs of a batch.
-        shuffle: whether to shuffle each epoch.
-        drop_last: whether to drop a last batch that is not full.
-        batch_sampler: the script's own batches, an iterable of lists of positions, or None.
-        draw: returns the positions [count] of an epoch, given a key; or None.
-    """
-
-    count: int
-    batch_size: int
-    shuffle: bool
-    drop_last: bool
+    count: int  # the number of inputs
+    batch_size: int  # the number of inputs of a batch
+    shuffle: bool  # whether to shuffle each epoch
+    drop_last: bool  # whether to drop a last batch that is not full
+    # the script's own batches, an iterable of lists of positions, or None
     batch_sampler: Any = None
+    # returns the positions [count] of an epoch, given a key; or None
     draw: Callable[[int], Tensor] | None = None
 
     def length(self) -> int | None:
@@ -147,26 +127,20 @@ class EpochPlan:
         self, seed: int, epoch: int, sharding: BatchSharding, start: int
     ) -> Iterator[PlannedBatch]:
         """Yields the script's own batches with their keys, without those before `start`."""
-        rounds = (
-            sharding.rounds(start) if sharding.size > 1 and sharding.batches else None
-        )
-        skipped = start // sharding.size
-        first = np.empty(0, np.int64)
-        i = skipped
-        for place, index in enumerate(self.batch_sampler):
-            if place == 0:
-                first = np.asarray(index, dtype=np.int64)
-            if place < skipped:
-                continue
-            if rounds is not None and i - skipped >= rounds:
-                return
+        known = sharding.size > 1 and sharding.batches
+        rounds = sharding.rounds(start) if known else None
+        i = skipped = start // sharding.size
+        lists = (np.asarray(index, dtype=np.int64) for index in self.batch_sampler)
+        head = list(islice(lists, 1))
+        end = None if rounds is None else skipped + rounds
+        for index in islice(chain(head, lists), skipped, end):
             key = fold(seed, epoch, _DRAWS, i * sharding.size + sharding.rank)
-            yield PlannedBatch(np.asarray(index, dtype=np.int64), key)
+            yield PlannedBatch(index, key)
             i += 1
         key = fold(seed, epoch, _DRAWS, sharding.rank)
-        while rounds is not None and i - skipped < rounds:
+        (first,) = head or [np.empty(0, np.int64)]
+        for _ in range(0 if end is None else end - i):
             yield PlannedBatch(first, key, padding=True)
-            i += 1
 
 
 @dataclass
@@ -201,15 +175,10 @@ class PassThroughDataset(Sequence[int]):
 
 @dataclass(frozen=True, eq=False)
 class IndexSampler:
-    """Yields the batches of the next epoch to torch's DataLoader.
+    """Yields the batches of the next epoch to torch's DataLoader."""
 
-    Args:
-        plan: lists the batches of this rank.
-        length: returns how many there are, or raises TypeError.
-    """
-
-    plan: Callable[[], Iterator[PlannedBatch]]
-    length: Callable[[], int]
+    plan: Callable[[], Iterator[PlannedBatch]]  # lists the batches of this rank
+    length: Callable[[], int]  # returns how many there are, or raises TypeError
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         return self.plan()
@@ -341,20 +310,15 @@ class PrefetchQueue:
         self._bulks: Iterator[list[Any]] = _cut(plan, size, stop, drain)
         self.threads: list[threading.Thread] = []
         self._close: Any = None
-        output: _StageQueue | None = None
+        output: _Ahead | None = None
         for stage in stages:
-            work = partial(_staged, stage, stop)
-            if ahead == 0:
-                self._bulks = map(work, self._bulks)
-                continue
-            upstream, output = output, _StageQueue(ahead, stop)
-            about = self._bulks, work, upstream, output
-            name = "pyg_distcomm bulks"
-            thread = threading.Thread(target=_run, args=about, name=name, daemon=True)
-            self.threads.append(thread)
-            self._bulks = iter(output)
+            self._bulks = map(stage, self._bulks, repeat(stop.is_set))
+            if ahead:
+                output = _Ahead(self._bulks, ahead, stop, output)
+                self._bulks = iter(output)
+                self.threads.append(output.thread)
         if output is not None:
-            # the threads refer to the queues, not to this object: dropping it ends them
+            # the threads refer to the stages, not to this object: dropping it ends them
             timeout = 5.0 if drain else 30.0  # other ranks may have gone
             self._close = weakref.finalize(self, _stop, output, self.threads, timeout)
         for thread in self.threads:
@@ -375,14 +339,36 @@ class PrefetchQueue:
         return self._finish(self._ready.popleft())
 
 
-class _StageQueue:
-    """Passes bulks from the thread of one stage to the next, up to an end or an error."""
+class _Ahead:
+    """Makes bulks in a thread of its own, so many ahead of who reads them.
 
-    def __init__(self, capacity: int, stop: threading.Event) -> None:
+    It ends with the bulks, or with an error, which the reader raises.
+    """
+
+    def __init__(
+        self,
+        bulks: Iterator[list[Any]],
+        capacity: int,
+        stop: threading.Event,
+        upstream: _Ahead | None,
+    ) -> None:
+        self._bulks, self._upstream = bulks, upstream
         self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(capacity)
         self._stop, self._closed = stop, threading.Event()
+        name = "pyg_distcomm bulks"
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def put(self, kind: str, value: Any = None) -> None:
+    def _run(self) -> None:
+        try:
+            for bulk in self._bulks:
+                self._put("bulk", bulk)
+            self._put("end")
+        except BaseException as error:
+            self._put("error", error)
+            if self._upstream is not None:
+                self._upstream.close()
+
+    def _put(self, kind: str, value: Any = None) -> None:
         """Waits for a free slot, or until nobody reads on."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
@@ -425,28 +411,7 @@ def _cut(
         yield wanted
 
 
-def _staged(stage: Stage, stop: threading.Event, bulk: list[Any]) -> list[Any]:
-    return stage(bulk, stop.is_set)
-
-
-def _run(
-    bulks: Iterator[list[Any]],
-    work: Callable[[list[Any]], list[Any]],
-    upstream: _StageQueue | None,
-    output: _StageQueue,
-) -> None:
-    """Fills an output queue from the plan or the previous stage; errors go into it, too."""
-    try:
-        for bulk in bulks:
-            output.put("bulk", work(bulk))
-        output.put("end")
-    except BaseException as error:
-        output.put("error", error)
-        if upstream is not None:
-            upstream.close()
-
-
-def _stop(output: _StageQueue, threads: list[threading.Thread], timeout: float) -> None:
+def _stop(output: _Ahead, threads: list[threading.Thread], timeout: float) -> None:
     output.close()
     # the garbage collector may run this in a thread that one of these threads waits for
     if threading.current_thread() is threading.main_thread():
@@ -455,19 +420,9 @@ def _stop(output: _StageQueue, threads: list[threading.Thread], timeout: float) 
 
 
 class Tracked:
-    """Iterates over one epoch, and records its progress and its phases.
+    """Iterates over one epoch, which begins with its first batch, and records how it goes."""
 
-    Args:
-        begin: begins the epoch, when its first batch is wanted; returns its batches, and
-            what to record them in.
-        length: returns how many batches the epoch has.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], Epoch],
-        length: Callable[[], int],
-    ) -> None:
+    def __init__(self, begin: Callable[[], Epoch], length: Callable[[], int]) -> None:
         self._begin, self._length = begin, length
         self._begun: Epoch | None = None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import FeatureStore, HeteroData, TensorAttr
 
-from pyg_distcomm.comm import collectives, random
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid, new_process_grid
 from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.consistency import check_alike, naming, on_all_ranks
@@ -23,55 +23,22 @@ from pyg_distcomm.halo.codecs import Codec, Plain, RngKey, codec_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels.core_ops import as_bytes
 from pyg_distcomm.loader.batcher import take_rows
-from pyg_distcomm.loader.device_placement import Placement, num_cached_rows
+from pyg_distcomm.loader.device_placement import num_cached_rows
 from pyg_distcomm.loader.fetch import (
     EDGES,
     NODES,
+    Column,
     Fetch,
-    FetchedColumn,
     Group,
     Pool,
+    RowGroup,
     Wanted,
     message_bytes,
-    width_of,
 )
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.row_service import Index
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
-
-Values = Tensor | np.ndarray
-
-
-def _no_ids() -> Tensor:
-    return torch.empty(0, dtype=torch.int64)
-
-
-@dataclass(eq=False)
-class RowGroup:
-    """Holds one group: the rows of this rank's block, and cached rows of other blocks.
-
-    Args:
-        group: the name of the group.
-        index: the ids of the rows in this block.
-        own: the ids of the rows that this rank owns, ascending.
-        owners: the owner of each id; None if it is not known.
-        values: name -> rows `[m, ...]`, in the order of the index.
-        codecs: name -> the codec of its rows in messages.
-        cached_gid: the ids of the rows that every rank caches, ascending.
-        cached: the index of those that are not in this block.
-        cached_rows: name -> the rows of that index.
-    """
-
-    group: Group
-    index: Index
-    own: Tensor
-    owners: Partition | None
-    values: dict[str, Tensor] = field(default_factory=dict)
-    codecs: dict[str, Codec] = field(default_factory=dict)
-    cached_gid: Tensor = field(default_factory=_no_ids)
-    cached: Index = field(default_factory=lambda: Index(_no_ids(), 0))
-    cached_rows: dict[str, Tensor] = field(default_factory=dict)
 
 
 def as_rows(values: Any) -> Tensor:
@@ -273,7 +240,6 @@ Rates: TypeAlias = Mapping[Group, Sequence[int]]
 
 
 _UNSET = TensorAttr().index
-_DRAWN = 0xFE7C  # separates the keys of fetched rows from other keys
 
 
 class RowsAttr(TensorAttr):
@@ -469,7 +435,7 @@ class DistFeatureStore(FeatureStore):
                     "owned here"
                 )
         check_alike({"attribute": (name, rows.dtype, tuple(rows.shape[1:]))}, world)
-        shape = width_of(rows), rows.dtype
+        shape = math.prod(rows.shape[1:]), rows.dtype
         smaller = codec.wire_bytes(1, *shape) < Plain().wire_bytes(1, *shape)
         codec = codec if rows.is_floating_point() and smaller else Plain()
         if not isinstance(codec, Plain):
@@ -479,7 +445,9 @@ class DistFeatureStore(FeatureStore):
             flat = as_bytes(rows).view(len(rows), shape[0] * rows.element_size())
             every = self._in_block(flat).view(-1).view(rows.dtype)
             rows = take_rows(every.view(len(order), *rows.shape[1:]), order)
-        row_group.values[name], row_group.codecs[name] = rows, codec
+        column = Column(row_group, name, rows, codec)
+        kept = row_group.columns.setdefault(name, column)  # to which a Fetch may refer
+        kept.values, kept.codec, kept.cached = rows, codec, None
         if len(row_group.cached_gid):
             self._fill_cache(row_group, [name])
 
@@ -528,20 +496,22 @@ class DistFeatureStore(FeatureStore):
         local = score.to_local() if isinstance(score, DistTensor) else score
         local = _own_rows(row_group, torch.as_tensor(local).cpu())
         row_group.cached_gid = top_scoring_ids(local, row_group.own, count, world)
-        row_group.cached_rows.clear()
-        self._fill_cache(row_group, list(row_group.values))
+        for column in row_group.columns.values():
+            column.cached = None
+        self._fill_cache(row_group, list(row_group.columns))
 
     def _fill_cache(self, row_group: RowGroup, names: Sequence[str]) -> None:
         """Fetches the cached rows of some attributes; collective over a column."""
         _, here = row_group.index.places(row_group.cached_gid)
         away = row_group.cached_gid[~here]
-        row_group.cached = Index(_no_ids(), 0)
+        row_group.cached = Index(away[:0], 0)
         self.learn_owners(row_group.group)
         if len(row_group.cached_gid):
-            fetcher = self.fetcher({row_group.group: names}, exact=True)
-            row_group.cached_rows |= fetcher({row_group.group: away})[
-                row_group.group
-            ].take(away)
+            fetcher = self.fetcher({row_group.group: names})
+            exact = [replace(c, codec=Plain()) for c in fetcher.columns]
+            pools = replace(fetcher, columns=exact)({row_group.group: away})
+            for name, rows in pools[row_group.group].take(away).items():
+                row_group.columns[name].cached = rows
         row_group.cached = Index(away, row_group.index.total)
 
     def _row_group(self, group: Group) -> RowGroup:
@@ -552,15 +522,15 @@ class DistFeatureStore(FeatureStore):
             )
         return self._row_groups[group]
 
-    def _group_with(self, group: Group, name: Any) -> RowGroup:
-        """Returns a group, or raises KeyError if it has no such attribute."""
-        row_group = self._row_group(group)
-        if name not in row_group.values:
+    def _column(self, group: Group, name: Any) -> Column:
+        """Returns an attribute, or raises KeyError if there is none."""
+        columns = self._row_group(group).columns
+        if name not in columns:
             raise KeyError(
-                f"got attribute {name!r}, but group {group!r} has {list(row_group.values)}; "
-                "take one of them"
+                f"got attribute {name!r}, but group {group!r} has {list(columns)}; take one of "
+                "them"
             )
-        return row_group
+        return columns[name]
 
     # Fetching -------------------------------------------------------------------------
 
@@ -587,18 +557,11 @@ class DistFeatureStore(FeatureStore):
             for group, asked in wanted.items()
         }
 
-    def fetch_unique(
-        self, wanted: Wanted, attrs: Attrs = None, placement: Placement | None = None
-    ) -> dict[Group, Pool]:
-        """Returns the distinct rows that `fetch` would, not yet in the order of the ids.
-
-        With a placement they are on its device. So are, from the first fetch on, this
-        rank's own and cached rows, unless `rows_on` says otherwise.
-        """
+    def fetch_unique(self, wanted: Wanted, attrs: Attrs = None) -> dict[Group, Pool]:
+        """Returns the distinct rows that `fetch` would, not yet in the order of the ids."""
         if not self._row_groups:
             return {}
-        wanted, problem = self._checked(wanted)
-        return replace(self.fetcher(attrs), placement=placement)(wanted, problem)
+        return self.fetcher(attrs)(*self._checked(wanted))
 
     def _checked(self, wanted: Wanted) -> tuple[Wanted, str | None]:
         """Returns what is wanted as vectors of int64, and an error for what cannot be."""
@@ -632,14 +595,13 @@ class DistFeatureStore(FeatureStore):
             return {}, str(error)
         return found, None
 
-    def fetcher(self, attrs: Attrs = None, exact: bool = False) -> Fetch:
+    def fetcher(self, attrs: Attrs = None) -> Fetch:
         """Returns a `Fetch` of attributes, widest numbers first so that most are aligned."""
-        columns = []
-        for number, (group, row_group) in enumerate(self._row_groups.items()):
-            for name in row_group.values if attrs is None else attrs.get(group, ()):
-                self._group_with(group, name)
-                key = random.fold(_DRAWN, zlib.crc32(f"{group}.{name}".encode()))
-                columns.append(FetchedColumn(number, row_group, name, exact, key))
+        columns = [
+            self._column(group, name)
+            for group, row_group in self._row_groups.items()
+            for name in (row_group.columns if attrs is None else attrs.get(group, ()))
+        ]
         columns.sort(key=lambda column: -column.values.element_size())
         return Fetch(self.channel, list(self._row_groups.values()), columns)
 
@@ -653,10 +615,7 @@ class DistFeatureStore(FeatureStore):
         asks, problem = self.fetcher(attrs).plan(*self._checked(wanted))
         if problem is not None:
             raise ValueError(problem)
-        return {
-            group: list(ask.counts)
-            for group, ask in zip(self._row_groups, asks, strict=True)
-        }
+        return {group.group: list(ask.counts) for group, ask in asks.items()}
 
     def price(self, want: Rates, asked: Rates, attrs: Attrs = None) -> dict[str, Price]:
         """Returns the price of one fetch, by operation of the ledger.
@@ -670,17 +629,17 @@ class DistFeatureStore(FeatureStore):
             asked: rows of each group that each rank wants of this one.
             attrs: as for `fetch`.
         """
-        fetcher, axis = self.fetcher(attrs), self.channel.row
-        none = [0] * axis.size
-        wants, asks = (
-            [[*rates.get(group, none)] for group in self._row_groups]
-            for rates in (want, asked)
-        )
-        ones = [1] * axis.size
-        ids_out, ids_in = (
-            [sum(one) for one in zip(*rates, strict=True)] for rates in (wants, asks)
-        )
-        sent, brought = (message_bytes(fetcher.columns, r) for r in (asks, wants))
+        columns, axis = self.fetcher(attrs).columns, self.channel.row
+        ones, none = [1] * axis.size, [0] * axis.size
+
+        def sizes(rates: Rates) -> tuple[list[int], list[int]]:
+            by_group = {
+                g: [*rates.get(g.group, none)] for g in self._row_groups.values()
+            }
+            ids = [sum(one) for one in zip(*by_group.values(), strict=True)]
+            return ids, message_bytes(columns, by_group, axis.size)
+
+        (ids_out, brought), (ids_in, sent) = sizes(want), sizes(asked)
         return {
             "plan": exchange_price(ones, ones, axis.rank, len(self._row_groups) + 1),
             "fetch_ids": exchange_price(ids_out, ids_in, axis.rank, 1),
@@ -702,9 +661,7 @@ class DistFeatureStore(FeatureStore):
     @property
     def dtype(self) -> torch.dtype:
         """Returns the dtype of the only attribute."""
-        group, name = self._single()
-        dtype: torch.dtype = self._group_with(group, name).values[name].dtype
-        return dtype
+        return self._column(*self._single()).values.dtype
 
     def size(self, dim: int) -> int:
         """Returns one size of the shape."""
@@ -762,15 +719,15 @@ class DistFeatureStore(FeatureStore):
         while left:
             index: dict[Group, Any] = {}
             names: dict[Group, list[str]] = {}
-            for attr in left.values():
-                first = index.setdefault(attr.group_name, attr.index)
-                if attr.index is first:
+            some = {}
+            for k, attr in left.items():
+                if attr.index is index.setdefault(attr.group_name, attr.index):
                     names.setdefault(attr.group_name, []).append(attr.attr_name)
+                    some[k] = attr
             rows = self._read(index, names)
-            for k, attr in list(left.items()):
-                if attr.index is index[attr.group_name]:
-                    found[k] = rows[attr.group_name][attr.attr_name]
-                    del left[k]
+            for k, attr in some.items():
+                found[k] = rows[attr.group_name][attr.attr_name]
+                del left[k]
         return found
 
     def _read(
@@ -779,9 +736,9 @@ class DistFeatureStore(FeatureStore):
         wanted = {}
         for group, asked in index.items():
             for name in names[group]:
-                row_group = self._group_with(group, name)
+                total = self._column(group, name).group.index.total
             self.learn_owners(group)
-            wanted[group] = _ids(asked, row_group.index.total)
+            wanted[group] = _ids(asked, total)
         rows = self.fetch(wanted, names)
         for group, asked in index.items():
             if isinstance(asked, int):  # one row, without its dimension
@@ -793,13 +750,12 @@ class DistFeatureStore(FeatureStore):
     def update_tensor(self, tensor: Any, *args: Any, **kwargs: Any) -> bool:
         """Replaces the values of an attribute; on an error it keeps its old values."""
         attr = self._tensor_attr_cls.cast(*args, **kwargs)
-        self._group_with(attr.group_name, attr.attr_name)
+        self._column(attr.group_name, attr.attr_name)
         return bool(self.put_tensor(tensor, attr))
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
-        row_group = self._group_with(attr.group_name, attr.attr_name)
-        for place in (row_group.values, row_group.codecs, row_group.cached_rows):
-            place.pop(attr.attr_name, None)
+        column = self._column(attr.group_name, attr.attr_name)
+        del column.group.columns[column.name]
         return True
 
     def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...]:
@@ -809,22 +765,19 @@ class DistFeatureStore(FeatureStore):
         return (len(_ids(attr.index, total)), *rest)
 
     def _size(self, group: Group, name: Any) -> tuple[int, ...]:
-        row_group = self._group_with(group, name)
-        return (row_group.index.total, *row_group.values[name].shape[1:])
+        column = self._column(group, name)
+        return (column.group.index.total, *column.values.shape[1:])
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
         """Returns the attributes of the store."""
         return [
             RowsAttr(group, name)
             for group, row_group in self._row_groups.items()
-            for name in row_group.values
+            for name in row_group.columns
         ]
 
     def __repr__(self) -> str:
-        there = {
-            group: list(row_group.values)
-            for group, row_group in self._row_groups.items()
-        }
+        there = {group: list(rows.columns) for group, rows in self._row_groups.items()}
         blocks, c = self.channel.row.size, self.channel.replication
         return f"DistFeatureStore({there}, {blocks} blocks x {c})"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -15,58 +15,63 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
+from pyg_distcomm.comm.failure import reporting
+from pyg_distcomm.comm.random import fold
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels.sample_cpu import RankSelect
 from pyg_distcomm.loader.batcher import take_rows
 from pyg_distcomm.loader.device_placement import ON_HOST, Placement
-from pyg_distcomm.sampling.row_service import RowRound
+from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.sampling.row_service import Index, RowRound
 
 Group: TypeAlias = Any  # None, a node type, an edge type, or EDGES
-Counts = Sequence[Sequence[int]]  # rows of each group, for each rank
 NODES = None  # the group of the nodes of a homogeneous graph, as PyG names it
 EDGES = (None, None)  # the group of its edges
+_DRAWN = 0xFE7C  # separates the keys of fetched rows from other keys
 
 
-def width_of(values: Tensor) -> int:
-    """Returns how many numbers a row has."""
-    return math.prod(values.shape[1:])
+def _no_ids() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class FetchedColumn:
-    """Encodes and decodes the rows of one attribute that is fetched.
+@dataclass(eq=False)
+class RowGroup:
+    """Holds one group: the rows of this rank's block, and cached rows of other blocks."""
 
-    Args:
-        number: the number of its group.
-        group: the RowGroup, which has its local rows, `[m, ...]`.
-        name: the name of the attribute.
-        exact: whether rows travel uncompressed, whatever the codec of the attribute.
-        key: keys the codec's draws, together with row ids: a row is always encoded alike.
-    """
+    group: Group  # the name of the group
+    index: Index  # the ids of the rows in this block
+    own: Tensor  # the ids of the rows that this rank owns, ascending
+    owners: Partition | None  # the owner of each id; None if it is not known
+    columns: dict[str, Column] = field(default_factory=dict)  # the attributes, by name
+    # the ids of the rows that every rank caches, ascending
+    cached_gid: Tensor = field(default_factory=_no_ids)
+    # the index of those that are not in this block
+    cached: Index = field(default_factory=lambda: Index(_no_ids(), 0))
 
-    number: int
-    group: Any
-    name: str
-    exact: bool = False
-    key: int = 0
+
+Counts = Mapping[RowGroup, Sequence[int]]  # rows of each group, for each rank
+
+
+@dataclass(eq=False)
+class Column:
+    """Holds the rows of one attribute, and encodes and decodes them."""
+
+    group: RowGroup  # its group
+    name: str  # the name of the attribute
+    values: Tensor  # its rows `[m, ...]`, in the order of the group's index
+    codec: Codec  # what encodes rows in messages; a row is always encoded alike
+    cached: Tensor | None = None  # the rows that the group caches
 
     @property
-    def values(self) -> Tensor:
-        """Returns the local rows."""
-        return self.group.values[self.name]
-
-    @property
-    def codec(self) -> Codec:
-        """Returns what encodes the rows in messages."""
-        return Plain() if self.exact else self.group.codecs[self.name]
+    def width(self) -> int:
+        """Returns how many numbers a row has."""
+        return math.prod(self.values.shape[1:])
 
     def bytes_of(self, count: int) -> int:
         """Returns the bytes of `count` rows in a message."""
-        values, codec = self.values, self.codec
-        width = width_of(values)
-        if isinstance(codec, Plain):
-            return count * width * values.element_size()
-        return codec.wire_bytes(count, width, values.dtype)
+        if isinstance(self.codec, Plain):
+            return count * self.width * self.values.element_size()
+        return self.codec.wire_bytes(count, self.width, self.values.dtype)
 
     def write(self, part: Tensor, place: Tensor, gid: Tensor) -> None:
         """Writes the rows `gid`, at `place` `[k]`, into a part of a message `[bytes_of(k)]`."""
@@ -76,35 +81,37 @@ class FetchedColumn:
             into = part.view(values.dtype).view(count, *values.shape[1:])
             take_rows(values, place, into)
         else:
-            rows = take_rows(values, place).view(count, width_of(values))
+            rows = take_rows(values, place).view(count, self.width)
             self.codec.encode(rows, self._draw(gid), out=part, where=self.name)
 
     def read(self, part: Tensor, out: Tensor, gid: Tensor) -> None:
         """Decodes a part of a message into the contiguous rows `out` `[k, ...]` of `gid`."""
-        flat = out.view(len(out), width_of(self.values))
-        self.codec.decode(part, flat, self._draw(gid))
+        self.codec.decode(part, out.view(len(out), self.width), self._draw(gid))
 
     def _draw(self, gid: Tensor) -> RngKey | None:
-        return RngKey(self.key, gid) if self.codec.keyed else None
+        if not self.codec.keyed:
+            return None
+        name = f"{self.group.group}.{self.name}".encode()
+        return RngKey(fold(_DRAWN, zlib.crc32(name)), gid)
 
 
-def message_bytes(columns: Sequence[FetchedColumn], counts: Counts) -> list[int]:
+def message_bytes(columns: Sequence[Column], counts: Counts, ranks: int) -> list[int]:
     """Returns the bytes of the message for each rank."""
     return [
-        sum(c.bytes_of(counts[c.number][rank]) for c in columns)
-        for rank in range(len(counts[0]))
+        sum(column.bytes_of(counts[column.group][rank]) for column in columns)
+        for rank in range(ranks)
     ]
 
 
 def _parts(
-    columns: Sequence[FetchedColumn], counts: Counts
-) -> Iterator[tuple[FetchedColumn, slice, slice]]:
+    columns: Sequence[Column], counts: Counts, ranks: int
+) -> Iterator[tuple[Column, slice, slice]]:
     """Yields each column, its rows for each rank, and their bytes in the message, as ranges."""
-    first = [[0, *accumulate(row)] for row in counts]
+    first = {group: [0, *accumulate(row)] for group, row in counts.items()}
     at = 0
-    for rank in range(len(counts[0])):
+    for rank in range(ranks):
         for column in columns:
-            begin, end = first[column.number][rank : rank + 2]
+            begin, end = first[column.group][rank : rank + 2]
             size = column.bytes_of(end - begin)
             if size:
                 yield column, slice(begin, end), slice(at, at + size)
@@ -151,21 +158,13 @@ class Pool:
 
 @dataclass(frozen=True, eq=False)
 class GroupQuery:
-    """Lists the distinct ids that one fetch needs of one group, sorted by location.
+    """Lists the distinct ids that one fetch needs of one group, sorted by location."""
 
-    Shapes (u ids):
-        ids     [u]  ascending
-        order   [u]  positions in ids: local ones, cached ones, then block by block
-        counts  how many rows each block sends; none from this one
-        here    [l]  the rows of the local ids in this block
-        kept    [h]  the rows of the cached ids in the cache
-    """
-
-    ids: Tensor
-    order: Tensor
-    counts: tuple[int, ...]
-    here: Tensor
-    kept: Tensor
+    ids: Tensor  # ascending
+    order: Tensor  # positions in ids: local ones, cached ones, then block by block
+    counts: tuple[int, ...]  # how many rows each block sends; none from this one
+    here: Tensor  # the rows of the local ids in this block
+    kept: Tensor  # the rows of the cached ids in the cache
 
     @property
     def away(self) -> Tensor:
@@ -179,106 +178,140 @@ class GroupQuery:
         place[self.order] = torch.arange(len(self.order))
         return place
 
+    def is_here(self, placement: Placement | None) -> bool:
+        """Returns whether all rows are local, and can be read in place."""
+        on_host = placement is not None and placement.rows_on == ON_HOST
+        return not on_host and 0 < len(self.here) == len(self.ids)
+
+    def buffer(self, column: Column, placement: Placement | None) -> Tensor:
+        """Returns where rows of a column are put together; those that are received come last.
+
+        For a device they are received alone.
+        """
+        received = sum(self.counts)
+        if placement is not None:
+            return placement.receive_buffer(received, column.values)
+        count = received if self.is_here(None) else len(self.ids)
+        return column.values.new_empty((count, *column.values.shape[1:]))
+
+    def copy_local(self, column: Column, rows: Tensor) -> None:
+        """Copies local and cached rows of a column into a buffer of the host."""
+        here, kept = len(self.here), len(self.here) + len(self.kept)
+        take_rows(column.values, self.here, rows[:here])
+        if column.cached is not None and kept > here:
+            take_rows(column.cached, self.kept, rows[here:kept])
+
+    def joined(
+        self, column: Column, rows: Tensor, placement: Placement | None
+    ) -> Tensor:
+        """Returns the rows of a column, of which a buffer has those that were received."""
+        if placement is None:
+            return column.values if self.is_here(None) else rows
+        key = column.group.group, column.name
+        if self.is_here(placement):
+            return placement.rows(key, column.values)
+        parts = [placement.take(key, column.values, self.here)]
+        if column.cached is not None and len(self.kept):
+            parts.append(placement.take((*key, "kept"), column.cached, self.kept))
+        return torch.cat([*parts, placement.send(rows)])
+
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """Fetches rows of some attributes; collective.
+    """Fetches rows of some attributes; collective."""
 
-    Args:
-        channel: the ranks of its row axis hold all blocks between them.
-        row_groups: each RowGroup of the store, in the same order on all ranks.
-        columns: the attributes to fetch, in the same order on all ranks.
-        placement: the device to put rows on; None for the host.
-    """
+    channel: ProcessGrid  # the ranks of its row axis hold all blocks between them
+    groups: Sequence[RowGroup]  # those of the store, in the same order on all ranks
+    columns: Sequence[Column]  # the attributes to fetch, in the same order on all ranks
 
-    channel: ProcessGrid
-    row_groups: Sequence[Any]
-    columns: Sequence[FetchedColumn]
-    placement: Placement | None = None
-
-    def __call__(self, wanted: Wanted, problem: str | None = None) -> dict[Group, Pool]:
-        """Returns the distinct rows wanted, by group; collective.
+    def __call__(
+        self,
+        wanted: Wanted,
+        problem: str | None = None,
+        placement: Placement | None = None,
+    ) -> dict[Group, Pool]:
+        """Returns the distinct rows wanted, by group, on a device if any; collective.
 
         Raises:
             ValueError: on all ranks of the axis, if one has a problem (ids that cannot be,
                 see `DistFeatureStore.fetch`), or requests a row of a rank that has it not.
         """
         queries, problem = self.plan(wanted, problem)
-        axis, pending = self.channel.row, None
-        outputs = [self._output_of(column, queries) for column in self.columns]
-        if axis.size > 1:
-            round_ = self._start_round(queries, problem)
-            asked: Counts = round_.table[:, 1:].t().tolist()
-            places, gids = self._exchange_ids(round_, queries, asked)
-            pending = round_.send_rows(
-                self._pack_rows(places, gids, asked),
-                message_bytes(self.columns, asked),
-                message_bytes(self.columns, [query.counts for query in queries]),
-                "fetch_rows",
-                self._receive_buffer(queries, outputs),
-            )
+        rows = {c: queries[c.group].buffer(c, placement) for c in self.columns}
+        pending = None
+        if self.channel.row.size > 1:
+            pending = self._exchange(queries, rows, problem)
         elif problem is not None:
             raise ValueError(problem)
-        return self._join(wanted, queries, outputs, pending)
+        for column, buffer in rows.items():
+            query = queries[column.group]
+            if placement is None and not query.is_here(None):
+                query.copy_local(column, buffer)
+        if pending is not None:
+            self._read(pending.wait(), queries, rows)
+        pools: dict[Group, Pool] = {}
+        for group, query in queries.items():
+            if group.group in wanted:
+                found = {
+                    column.name: query.joined(column, buffer, placement)
+                    for column, buffer in rows.items()
+                    if column.group is group
+                }
+                place = query.here if query.is_here(placement) else query.place
+                pools[group.group] = Pool(query.ids, place, found)
+        return pools
 
     # Before anything travels ----------------------------------------------------------
 
     def plan(
         self, wanted: Wanted, problem: str | None = None
-    ) -> tuple[list[GroupQuery], str | None]:
+    ) -> tuple[dict[RowGroup, GroupQuery], str | None]:
         """Returns the query of each group, and an error message if one is invalid."""
-        queries = []
-        for number, row_group in enumerate(self.row_groups):
-            query = self._empty_query
+        none, queries = _no_ids(), {}
+        empty = GroupQuery(none, none, (0,) * self.channel.row.size, none, none)
+        for group in self.groups:
+            queries[group] = empty
             try:
-                if problem is None and row_group.group in wanted:
-                    query = self._plan_group(number, row_group, wanted[row_group.group])
+                if problem is None and group.group in wanted:
+                    queries[group] = self._plan_group(group, wanted[group.group], empty)
             except ValueError as error:
                 problem = str(error)
-            queries.append(query)
         return queries, problem
 
-    @property
-    def _empty_query(self) -> GroupQuery:
-        none = torch.empty(0, dtype=torch.int64)
-        return GroupQuery(none, none, (0,) * self.channel.row.size, none, none)
-
     def _plan_group(
-        self, number: int, row_group: Any, asked: Tensor | tuple[Tensor, Tensor]
+        self, group: RowGroup, asked: Tensor | tuple[Tensor, Tensor], empty: GroupQuery
     ) -> GroupQuery:
         ids, owners = asked if isinstance(asked, tuple) else (asked, None)
-        unique = distinct(ids, row_group.index.total)
-        if not any(column.number == number for column in self.columns):
+        unique = distinct(ids, group.index.total)
+        if not any(column.group is group for column in self.columns):
             order = torch.arange(len(unique))  # no attribute of them is fetched here
-            return replace(self._empty_query, ids=unique, order=order)
+            return replace(empty, ids=unique, order=order)
         if owners is not None:
             owner = torch.empty_like(unique)
             owner[torch.searchsorted(unique, ids)] = owners
-        elif row_group.owners is not None:
-            owner = row_group.owners.owner[unique].long()
+        elif group.owners is not None:
+            owner = group.owners.owner[unique].long()
         else:
             raise ValueError(
-                f"got ids of group {row_group.group!r}, whose owners are not known; give "
+                f"got ids of group {group.group!r}, whose owners are not known; give "
                 "(ids, owners), or call learn_owners(group) first"
             )
-        return self._sort_by_location(
-            row_group, unique, owner // self.channel.replication
-        )
+        return self._sort_by_location(group, unique, owner // self.channel.replication)
 
     def _sort_by_location(
-        self, row_group: Any, ids: Tensor, block: Tensor
+        self, group: RowGroup, ids: Tensor, block: Tensor
     ) -> GroupQuery:
         """Sorts distinct ids `[u]` of the blocks `[u]` by the location of their rows."""
         own = block == self.channel.row.rank
         own_ids, rest = own.nonzero().view(-1), (~own).nonzero().view(-1)
-        here, found = row_group.index.places(ids[own_ids])
+        here, found = group.index.places(ids[own_ids])
         if not bool(found.all()):
             bad = int(ids[own_ids[~found]][0])
             raise ValueError(
-                f"got this rank as the owner of id {bad} of group {row_group.group!r}, but its "
+                f"got this rank as the owner of id {bad} of group {group.group!r}, but its "
                 "row is not here; give the rank that owns it"
             )
-        kept, found = row_group.cached.places(ids[rest])
+        kept, found = group.cached.places(ids[rest])
         cached, uncached = rest[found], rest[~found]
         uncached = uncached[torch.argsort(block[uncached], stable=True)]
         blocks = self.channel.row.size
@@ -288,16 +321,33 @@ class Fetch:
 
     # Exchanges ------------------------------------------------------------------------
 
-    def _start_round(
-        self, queries: Sequence[GroupQuery], problem: str | None
-    ) -> RowRound:
+    def _exchange(
+        self,
+        queries: Mapping[RowGroup, GroupQuery],
+        rows: Mapping[Column, Tensor],
+        problem: str | None,
+    ) -> collectives.Pending:
+        """Sends counts and ids, and begins to send the rows that other ranks ask for."""
+        ranks, counts = self.channel.row.size, _counts(queries)
+        round_ = self._start_round(counts, problem)
+        table: list[list[int]] = round_.table[:, 1:].t().tolist()
+        asked = dict(zip(queries, table, strict=True))
+        gids = self._exchange_ids(round_, queries, asked)
+        sizes = message_bytes(self.columns, asked, ranks)
+        with reporting(self.channel.row.watch):
+            out = self._packed(gids, asked, sum(sizes))
+        coming = message_bytes(self.columns, counts, ranks)
+        into = _received_as_it_is(queries, rows)
+        axis = self.channel.row
+        return collectives.all_to_all(out, sizes, coming, axis, "fetch_rows", into=into)
+
+    def _start_round(self, counts: Counts, problem: str | None) -> RowRound:
         """Starts a round: sends each rank the number of rows that are requested of it."""
         axis = self.channel.row
-        checksum = zlib.crc32(repr([(c.number, c.name) for c in self.columns]).encode())
+        names = repr([(c.group.group, c.name) for c in self.columns])
+        checksum = zlib.crc32(names.encode())
         head = torch.full((axis.size,), checksum if problem is None else _FAILED)
-        table = torch.stack(
-            [head, *(torch.tensor(query.counts) for query in queries)], 1
-        )
+        table = torch.stack([head, *map(torch.tensor, counts.values())], 1)
         round_ = RowRound(axis, table)
         if problem is not None or bool((round_.table[:, 0] != checksum).any()):
             collectives.agree(problem, axis)
@@ -308,168 +358,75 @@ class Fetch:
         return round_
 
     def _exchange_ids(
-        self, round_: RowRound, queries: Sequence[GroupQuery], asked: Counts
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Sends ids to the ranks of their rows; returns positions and ids requested here."""
+        self,
+        round_: RowRound,
+        queries: Mapping[RowGroup, GroupQuery],
+        asked: Counts,
+    ) -> dict[RowGroup, Tensor]:
+        """Sends ids to the ranks of their rows; returns those that are requested here."""
         # by rank, and within that by group
-        away = [query.away.split(query.counts) for query in queries]
+        away = [query.away.split(query.counts) for query in queries.values()]
+        big = any(group.index.total >= 2**31 for group in queries)
         ids = round_.send_ids(
-            torch.cat([p for one in zip(*away, strict=True) for p in one]).to(
-                self.id_type
+            torch.cat([part for one in zip(*away, strict=True) for part in one]).to(
+                torch.int64 if big else torch.int32
             ),
-            [
-                sum(one)
-                for one in zip(*(query.counts for query in queries), strict=True)
-            ],
-            [sum(one) for one in zip(*asked, strict=True)],
+            [sum(one) for one in zip(*_counts(queries).values(), strict=True)],
+            [sum(one) for one in zip(*asked.values(), strict=True)],
             "fetch_ids",
         )
-        by_rank = zip(ids, zip(*asked, strict=True), strict=True)
+        by_rank = zip(ids, zip(*asked.values(), strict=True), strict=True)
         parts = [part for one, sizes in by_rank for part in one.long().split(sizes)]
-        gids = [torch.cat(parts[g :: len(asked)]) for g in range(len(asked))]
-        places = []
-        for row_group, part in zip(self.row_groups, gids, strict=True):
-            place, here = row_group.index.places(part)
-            if not bool(here.all()):
-                raise self._wrong_owner(row_group, int(part[~here][0]))
-            places.append(place)
-        return places, gids
+        every = enumerate(asked)
+        return {group: torch.cat(parts[k :: len(asked)]) for k, group in every}
 
-    def _pack_rows(
-        self, places: list[Tensor], gids: list[Tensor], asked: Counts
+    def _packed(
+        self, gids: Mapping[RowGroup, Tensor], asked: Counts, size: int
     ) -> Tensor:
-        """Packs the rows `gids[group]`, at `places[group]`, into a message, rank by rank."""
-        out = torch.empty(sum(message_bytes(self.columns, asked)), dtype=torch.uint8)
-        try:
-            for column, rows, part in _parts(self.columns, asked):
-                group = column.number
-                column.write(out[part], places[group][rows], gids[group][rows])
-        except ValueError as error:
-            self._report(error)
-            raise
+        """Packs the rows of ids, which lie on this rank, into a message, rank by rank."""
+        out, places = torch.empty(size, dtype=torch.uint8), {}
+        for group, gid in gids.items():
+            places[group], here = group.index.places(gid)
+            if not bool(here.all()):
+                raise ValueError(
+                    f"got rank {self.channel.world.rank} as the owner of id "
+                    f"{int(gid[~here][0])} of group {group.group!r}, but its row is not "
+                    "there; give the rank that owns it"
+                )
+        for column, some, part in _parts(self.columns, asked, self.channel.row.size):
+            group = column.group
+            column.write(out[part], places[group][some], gids[group][some])
         return out
 
-    def _wrong_owner(self, row_group: Any, gid: int) -> ValueError:
-        error = ValueError(
-            f"got rank {self.channel.world.rank} as the owner of id {gid} of group "
-            f"{row_group.group!r}, but its row is not there; give the rank that owns it"
-        )
-        self._report(error)
-        return error
-
-    def _report(self, error: ValueError) -> None:
-        watch = self.channel.row.watch
-        if watch is not None:  # the other ranks wait for rows that will not arrive
-            watch.report(error)
-
-    @property
-    def id_type(self) -> torch.dtype:
-        """Returns the dtype of ids in messages."""
-        big = any(row_group.index.total >= 2**31 for row_group in self.row_groups)
-        return torch.int64 if big else torch.int32
-
-    # After ----------------------------------------------------------------------------
-
-    def _output_of(
-        self, column: FetchedColumn, queries: Sequence[GroupQuery]
-    ) -> Tensor:
-        """Returns the tensor for the fetched rows of a column; received rows come last.
-
-        For a device it holds received rows only. If all rows are local and can be read in
-        place, it is the values of the column.
-        """
-        query = queries[column.number]
-        if self._reads_in_place(query):
-            return column.values
-        if self.placement is not None:
-            return self.placement.receive_buffer(sum(query.counts), column.values)
-        count = len(query.ids)
-        return column.values.new_empty((count, *column.values.shape[1:]))
-
-    def _receive_buffer(
-        self, queries: Sequence[GroupQuery], outputs: Sequence[Tensor]
-    ) -> Tensor | None:
-        """Returns the rows that the message is received into, if it needs no decoding."""
-        if len(self.columns) != 1 or not isinstance(self.columns[0].codec, Plain):
-            return None
-        query = queries[self.columns[0].number]
-        rows = outputs[0][len(outputs[0]) - sum(query.counts) :]
-        if not sum(query.counts) or not rows.numel():  # nothing is received
-            return None
-        return rows.view(-1).view(torch.uint8)
-
-    def _join(
+    def _read(
         self,
-        wanted: Wanted,
-        queries: Sequence[GroupQuery],
-        outputs: Sequence[Tensor],
-        pending: collectives.Pending | None,
-    ) -> dict[Group, Pool]:
-        """Copies local and cached rows, decodes received ones, and returns the pools."""
-        direct = [self._reads_in_place(query) for query in queries]
-        for column, rows in zip(self.columns, outputs, strict=True):
-            query, row_group = queries[column.number], column.group
-            here, kept = len(query.here), len(query.here) + len(query.kept)
-            if not direct[column.number] and self.placement is None:
-                take_rows(column.values, query.here, rows[:here])
-                if kept > here:
-                    take_rows(
-                        row_group.cached_rows[column.name], query.kept, rows[here:kept]
-                    )
-        if pending is not None:
-            message = pending.wait()
-            if self._receive_buffer(queries, outputs) is None:
-                counts, away = (
-                    [query.counts for query in queries],
-                    [query.away for query in queries],
-                )
-                into = {
-                    column: rows[len(rows) - sum(counts[column.number]) :]
-                    for column, rows in zip(self.columns, outputs, strict=True)
-                }
-                for column, some, part in _parts(self.columns, counts):
-                    gid = away[column.number][some]
-                    column.read(message[part], into[column][some], gid)
-        if self.placement is not None:
-            outputs = [
-                self._to_device(*one, queries)
-                for one in zip(self.columns, outputs, strict=True)
-            ]
-        pools: dict[Group, Pool] = {}
-        for number, (row_group, query) in enumerate(
-            zip(self.row_groups, queries, strict=True)
-        ):
-            if row_group.group in wanted:
-                pairs = zip(self.columns, outputs, strict=True)
-                rows_of = {c.name: rows for c, rows in pairs if c.number == number}
-                place = query.here if direct[number] else query.place
-                pools[row_group.group] = Pool(query.ids, place, rows_of)
-        return pools
+        message: Tensor,
+        queries: Mapping[RowGroup, GroupQuery],
+        rows: Mapping[Column, Tensor],
+    ) -> None:
+        """Decodes received rows into the ends of their buffers, if they are not there."""
+        if _received_as_it_is(queries, rows) is not None:
+            return
+        counts = _counts(queries)
+        away = {group: query.away for group, query in queries.items()}
+        for column, some, part in _parts(self.columns, counts, self.channel.row.size):
+            into = rows[column][len(rows[column]) - sum(counts[column.group]) :]
+            column.read(message[part], into[some], away[column.group][some])
 
-    def _to_device(
-        self, column: FetchedColumn, rows: Tensor, queries: Sequence[GroupQuery]
-    ) -> Tensor:
-        """Returns the rows of a column on the device: local, cached, and received ones."""
-        place, query = self.placement, queries[column.number]
-        assert place is not None
-        row_group = column.group
-        key = row_group.group, column.name
-        if self._reads_in_place(query):
-            return place.rows(key, column.values)
-        parts = [place.take(key, column.values, query.here)]
-        if len(query.kept):
-            parts.append(
-                place.take(
-                    (*key, "kept"), row_group.cached_rows[column.name], query.kept
-                )
-            )
-        return torch.cat([*parts, place.send(rows)])
 
-    def _reads_in_place(self, query: GroupQuery) -> bool:
-        """Returns whether all rows of a query are local, and can be read in place."""
-        if self.placement is not None and self.placement.rows_on == ON_HOST:
-            return False
-        return 0 < len(query.here) == len(query.ids)
+def _counts(queries: Mapping[RowGroup, GroupQuery]) -> dict[RowGroup, Sequence[int]]:
+    return {group: query.counts for group, query in queries.items()}
+
+
+def _received_as_it_is(
+    queries: Mapping[RowGroup, GroupQuery], rows: Mapping[Column, Tensor]
+) -> Tensor | None:
+    """Returns the rows that the message is received into, if it needs no decoding."""
+    for column, buffer in rows.items() if len(rows) == 1 else ():
+        end = buffer[len(buffer) - sum(queries[column.group].counts) :]
+        if isinstance(column.codec, Plain) and end.numel():  # else nothing is received
+            return end.view(-1).view(torch.uint8)
+    return None
 
 
 def distinct(ids: Tensor, total: int) -> Tensor:

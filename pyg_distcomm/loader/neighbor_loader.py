@@ -15,6 +15,7 @@ from torch_geometric.loader import NeighborSampler as PyGNeighborSampler
 from torch_geometric.loader.neighbor_sampler import EdgeIndex
 from torch_geometric.sampler import NegativeSampling, NodeSamplerInput
 from torch_geometric.sampler.base import SubgraphType
+from torch_geometric.utils.num_nodes import maybe_num_nodes
 
 from pyg_distcomm import plugins
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
@@ -27,7 +28,6 @@ from pyg_distcomm.loader.options import (
     checked_seeds,
     digest,
     ranks_of,
-    refuse_draws,
 )
 from pyg_distcomm.loader.partitioned_source import PartitionedSource
 from pyg_distcomm.ops.csr import coo_of
@@ -247,14 +247,12 @@ class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
         listed = [inputs.row, inputs.col, inputs.label, inputs.time, inputs.input_type]
         self._finish_init(listed, kwargs)
 
-    def _sample(self, inputs: Any) -> Any:
-        return self.link_sampler.sample_from_edges(
-            inputs, neg_sampling=self.neg_sampling
-        )
-
-    def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
-        found: list[Any] = self.link_sampler.sample_bulk(inputs, self.neg_sampling)
-        return found
+    def _sample(self, bulk: list[Any]) -> list[Any]:
+        sampler, negatives = self.link_sampler, self.neg_sampling
+        if hasattr(sampler, "sample_bulk"):
+            found: list[Any] = sampler.sample_bulk(bulk, negatives)
+            return found
+        return [sampler.sample_from_edges(i, neg_sampling=negatives) for i in bulk]
 
 
 def _named(negatives: NegativeSampling | None) -> str | None:
@@ -319,10 +317,8 @@ class NeighborSampler(PyGNeighborSampler):
         if num_nodes is None and mask:
             num_nodes = len(node_idx)  # type: ignore[arg-type]
         elif num_nodes is None:
-            known = [edges, edges.new_empty(0) if node_idx is None else node_idx.cpu()]
-            num_nodes = max(
-                (int(ids.max()) + 1 for ids in known if len(ids.view(-1))), default=0
-            )
+            listed = edges[0, :0] if node_idx is None else node_idx.view(-1).cpu()
+            num_nodes = maybe_num_nodes(torch.cat([edges.view(-1), listed]))
         nodes = torch.arange(num_nodes) if node_idx is None else node_idx.view(-1)
         self.edge_index, self.node_idx, self.num_nodes = edge_index, node_idx, num_nodes
         self.sizes, self.return_e_id, self.transform = list(sizes), *options[1:]
@@ -400,6 +396,8 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
     [Tripathy24] (LADIES as algebra), [Zou19] Alg. 1.
     """
 
+    _draws_itself = True
+
     def __init__(
         self,
         data: Any,
@@ -419,7 +417,6 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
     ) -> None:
         data = self._begin_init(data, options, kwargs)
         with on_all_ranks(ranks_of(data)):
-            refuse_draws(self.options, type(self).__name__)
             chosen, graph, whole = _rule(rule), data, data
             numbers = layer_numbers(num_nodes_per_layer)
         drawing: dict[str, Any] = {"weights": weights, "replace": replace}
@@ -571,6 +568,8 @@ class HGTLoader(DistNeighborLoader[HeteroData]):
             different numbers.
     """
 
+    _draws_itself = True
+
     def __init__(
         self,
         data: Any,
@@ -590,7 +589,6 @@ class HGTLoader(DistNeighborLoader[HeteroData]):
                 f"{type(data).__name__}; for one node type, see DistLayerLoader"
             )
         with on_all_ranks(ranks_of(data)):
-            refuse_draws(options, "HGTLoader")
             if kwargs.get("neighbor_sampler") is not None:
                 raise ValueError(
                     "HGTLoader draws by budgets alone; leave neighbor_sampler out"
@@ -615,11 +613,8 @@ class HGTLoader(DistNeighborLoader[HeteroData]):
     def _describe(self) -> dict[str, Any]:
         return {**super()._describe(), "num_samples": self.num_samples}
 
-    def _sample(self, inputs: Any) -> Any:
-        return super()._sample(self._draw_nodes([inputs])[0])
-
-    def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
-        return super()._sample_bulk(self._draw_nodes(inputs))
+    def _sample(self, bulk: list[Any]) -> list[Any]:
+        return super()._sample(self._draw_nodes(bulk))
 
     def _draw_nodes(self, bulk: Sequence[Any]) -> list[TypedSeeds]:
         """Draws the nodes of each minibatch; collective for a share."""

@@ -85,45 +85,28 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
-@dataclass(frozen=True)
-class LoaderId:
-    """Identifies a loader on all ranks: its kind, and its number among loaders of the kind."""
-
-    kind: str
-    number: int
-
-    @staticmethod
-    def next(kind: str) -> LoaderId:
-        """Returns the id of the next loader of a kind, and counts it."""
-        PROCESS.loaders.append(("built", kind))
-        return LoaderId(kind, PROCESS.loaders.count(("built", kind)))
-
-    def __str__(self) -> str:
-        return f"{self.kind} #{self.number}"
+def next_name(kind: str) -> str:
+    """Returns the name of the next loader of a kind, equal on all ranks, and counts it."""
+    PROCESS.loaders.append(("built", kind))
+    return f"{kind} #{PROCESS.loaders.count(('built', kind))}"
 
 
 class Notes:
-    """Exchanges notes about one loader between the ranks.
+    """Exchanges notes about one loader between the ranks, of which there are several.
 
-    Args:
-        world: the ranks, more than one.
-        loader_id: the loader.
-        mesh: the mesh of the script, if there is one: failures are reported there.
+    Failures are reported to a mesh of the script, if there is one.
     """
 
-    def __init__(
-        self, world: World, loader_id: LoaderId, mesh: Mesh | None = None
-    ) -> None:
+    def __init__(self, world: World, name: str, mesh: Mesh | None = None) -> None:
         mesh = latest_mesh() if mesh is None else mesh
         self._watch = None if mesh is None else mesh.everyone.watch
         self.world, self._loaders_before = world, len(PROCESS.loaders)
         store = StoreMailbox(dist.distributed_c10d._get_default_store(), self._timeout)
         self._common = store.within("pyg_distcomm/loader")
-        while self._is_unshared(f"place/{loader_id}"):
-            loader_id = LoaderId.next(loader_id.kind)
-        self._key = f"place/{loader_id}"
+        while self._is_unshared(f"place/{name}"):
+            name = next_name(name.rpartition(" #")[0])
+        self.name, self._key = name, f"place/{name}"
         self._store = self._common.within(self._key)
-        self.name = str(loader_id)
         self._waited: Wait | None = None
         self._raised = False  # for a mutual wait
 
@@ -337,17 +320,12 @@ STEPS = (
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """Holds what is known of one optimizer.
+    """Holds what is known of one optimizer."""
 
-    Args:
-        gradients: the summary of those of its last step since a comparison; None if none.
-        parameters: their hash at the last comparison.
-        averaged: whether its steps were found to be averaged.
-    """
-
+    # the summary of those of its last step since a comparison; None if none
     gradients: tuple[float, float] | None = None
-    parameters: int | None = None
-    averaged: bool = False
+    parameters: int | None = None  # their hash at the last comparison
+    averaged: bool = False  # whether its steps were found to be averaged
 
 
 class StepComparer:

@@ -19,6 +19,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import Axis
 from pyg_distcomm.comm.random import keyed_choice
 from pyg_distcomm.kernels.core_ops import HASH_ODD, as_bytes, hash_sum
+from pyg_distcomm.loader.device_placement import PLACES
 from pyg_distcomm.loader.feature_store import DistFeatureStore, id_vector
 from pyg_distcomm.partition.partition import leave_in_file, pieces
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
@@ -129,20 +130,18 @@ class LoaderOptions:
             ) from None
 
     def _check(self) -> None:
-        if self.bulk_size != "auto" and not _whole(self.bulk_size, 1):
-            raise ValueError(
-                f"bulk_size must be 'auto' or at least 1, got {self.bulk_size!r}"
-            )
-        if self.prefetch != "auto" and not _whole(self.prefetch, 0):
-            raise ValueError(
-                "prefetch must be 'auto' or a number of bulks, 0 or more, got "
-                f"{self.prefetch!r}"
-            )
+        for name, least in {"bulk_size": 1, "prefetch": 0}.items():
+            value = getattr(self, name)
+            if value != "auto" and not _whole(value, least):
+                raise ValueError(
+                    f"{name} must be 'auto' or a number, at least {least}, got {value!r}"
+                )
         choices = {
             "even_batches": ("pad", "drop"),
             "split": ("auto", True, False),
             "topology": TOPOLOGIES,
             "sample_at": SAMPLE_AT,
+            **PLACES,
         }
         for name, known in choices.items():
             value = getattr(self, name)
@@ -198,14 +197,6 @@ class LoaderOptions:
                 "split=False is for a loader of one rank's own, but a partitioned graph "
                 "is sampled by all ranks together; leave it out"
             )
-
-
-def refuse_draws(options: Any, loader: str) -> None:
-    """Raises ValueError for `draws` of a loader that draws in a way of its own."""
-    if isinstance(options, LoaderOptions) and options.draws != NEIGHBOR:
-        raise ValueError(
-            f"got draws={options.draws!r}, but {loader} draws in a way of its own; leave it out"
-        )
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -381,19 +372,17 @@ def describe_graph(
 
 def _value_sum(values: Any, world: Axis | None) -> int:
     """Sums a hash of each value and its position, modulo 2^64."""
-    local = values.to_local() if isinstance(values, DistTensor) else values
+    rows = values.rows if isinstance(values, DistTensor) else None
+    local = values if rows is None else values.to_local()
     if not isinstance(local, Tensor):
         return 0
     exact = local.double().view(torch.int64) if local.is_floating_point() else local
     exact = exact.reshape(-1).long().cpu() * HASH_ODD[0]
-    if local is values:
-        place = torch.arange(len(exact))
-    else:
-        width = exact.numel() // max(len(local), 1)
-        place = values.rows.place.unsqueeze(1) * width + torch.arange(width)
-        place = place.reshape(-1)
+    width = len(exact) // max(len(local), 1)
+    first = torch.arange(len(local)) if rows is None else rows.place
+    place = (first.unsqueeze(1) * width + torch.arange(width)).reshape(-1)
     found = int(hash_sum(exact, place, HASH_ODD[1]))
-    if local is values or world is None:
+    if rows is None or world is None:
         return found
     return _wrapped(
         sum(part[0] for part in collectives.all_gather_counts([found], world))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +85,8 @@ class PartitionedSource:
         check_alike(arguments | loading | _comparable(options), self.mesh.world)
         self.sampling: ProcessGrid = new_process_grid(self.mesh, c, SAMPLE)
         self.fetching: ProcessGrid = new_process_grid(self.mesh, c, FETCH)
-        self.close = weakref.finalize(self, _close, self.sampling, self.fetching)
+        for channel in (self.sampling, self.fetching):
+            weakref.finalize(self, channel.close)
         self._given_store = features
         self._edges_learned = False  # whether owners of edges are, not just of targets
         with on_all_ranks(self.mesh.world):
@@ -128,8 +128,7 @@ class PartitionedSource:
         found: dict[Any, tuple[Any, Any]] = {}
         for fetch, attrs in self._fetches:
             some = {group: wanted[group] for group in attrs}
-            pools = replace(fetch, placement=placement)(some)
-            for group, pool in pools.items():
+            for group, pool in fetch(some, placement=placement).items():
                 for name in attrs[group]:
                     found[group, name] = pool.find, pool.rows[name]
         return {k: found[_group_of(a), a.name] for k, a in enumerate(self.attributes)}
@@ -185,7 +184,7 @@ class PartitionedSource:
     def seeds(self, given: Any, times: Any, sampler: Any) -> Any:
         """Returns seeds as global ids; masks may be row-sharded like the graph; collective.
 
-        If nodes have times, the sampler is given those of the seeds.
+        If nodes have times, the sampler is given those of all of their type, 8 bytes each.
         """
         with on_all_ranks(self.mesh.world):
             name, ids = named_seeds(self.data, given)
@@ -197,14 +196,8 @@ class PartitionedSource:
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
             check_mask(ids, _store(self.data, name).num_nodes)
-        set_times = getattr(sampler, "set_seed_times", None)
-        clock = self._clock(name, sampler)
-        if set_times is not None and times is None and clock is not None:
-            time = clock.full_tensor().cpu()
-            every = torch.arange(len(time))
-            with on_all_ranks(self.mesh.world):
-                every = every if ids is None else every[ids]
-            set_times(name, every, time[every])
+        if times is None:
+            self._give_times([name], sampler)
         if name is None:
             return ids
         return name if ids is None else (name, ids)
@@ -228,24 +221,20 @@ class PartitionedSource:
             negatives = copy.copy(negatives)
             for side in ("src_weight", "dst_weight"):
                 setattr(negatives, side, self.plain(getattr(negatives, side), side))
-        if negatives is not None and getattr(sampler, "time_attr", None) is not None:
-            self._give_times(name, sampler)
+        if negatives is not None:
+            types = [None] if name is None else [name[0], name[-1]]
+            self._give_times(types, sampler)
         return ends if name is None else (name, ends), negatives
 
-    def _give_times(self, edge_type: Any, sampler: Any) -> None:
-        """Gives a sampler the times of all nodes of the two node types of an edge type."""
-        set_times = getattr(sampler, "set_node_times", None)
-        types = [None] if edge_type is None else [edge_type[0], edge_type[-1]]
+    def _give_times(self, types: Sequence[Any], sampler: Any) -> None:
+        """Gives a sampler the times of all nodes of some types, if it reads any; collective."""
+        attr = getattr(sampler, "time_attr", None)
+        if attr is None or not hasattr(sampler, "set_node_times"):
+            return
         for name in dict.fromkeys(types):
-            clock = self._clock(name, sampler)
-            if set_times is not None and clock is not None:
-                set_times(name, clock.full_tensor().cpu())
-
-    def _clock(self, name: Any, sampler: Any) -> DistTensor | None:
-        """Returns the times of the nodes of a type, if they have any."""
-        time = _store(self.data, name).get(getattr(sampler, "time_attr", None))
-        of_nodes = is_rows(time) and time.rows.partition is not None
-        return time if of_nodes else None
+            time = _store(self.data, name).get(attr)
+            if is_rows(time) and time.rows.partition is not None:
+                sampler.set_node_times(name, time.full_tensor().cpu())
 
     def plain(self, values: Any, what: str) -> Any:
         """Returns values, row-sharded or not, as a plain tensor of all nodes; collective."""
@@ -468,8 +457,3 @@ def _kept_store(
     store = DistFeatureStore.from_data(data, channel)
     kept[channel.replication] = marks, store
     return store
-
-
-def _close(*channels: ProcessGrid) -> None:
-    for channel in channels:
-        channel.close()

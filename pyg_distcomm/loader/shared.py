@@ -24,7 +24,7 @@ from torch_geometric.data.storage import BaseStorage
 
 from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.kernels.sample_ops import Relation
-from pyg_distcomm.loader.notes import LoaderId, Notes, World
+from pyg_distcomm.loader.notes import Notes, World, next_name
 from pyg_distcomm.partition.atomic import torch_save
 from pyg_distcomm.sampling.graph_source import read_topology, remember
 
@@ -71,7 +71,7 @@ def shared(
         if problem is not None:
             raise TypeError(problem)
         return _graph(source)
-    hosts = Notes(world, LoaderId.next("shared()"))
+    hosts = Notes(world, next_name("shared()"))
     hosts.post({"host": socket.gethostname(), "problem": problem})
     notes = hosts.collect("find the ranks of its host", CALLING)
     for rank, note in enumerate(notes):

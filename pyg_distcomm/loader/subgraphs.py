@@ -29,12 +29,7 @@ from pyg_distcomm.kernels.sample_ops import spread
 from pyg_distcomm.loader.base import Graph
 from pyg_distcomm.loader.neighbor_loader import DistNeighborLoader
 from pyg_distcomm.loader.notes import World
-from pyg_distcomm.loader.options import (
-    LoaderOptions,
-    digest,
-    ranks_of,
-    refuse_draws,
-)
+from pyg_distcomm.loader.options import LoaderOptions, digest, ranks_of
 from pyg_distcomm.partition.atomic import keep_file, read_whole
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.partition.partition import Partition
@@ -121,13 +116,12 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
         if node_sets is not None:
             given = [name for name in _REFUSED if kwargs.get(name) is not None]
             with on_all_ranks(ranks_of(data)):
-                refuse_draws(kwargs.get("options"), type(self).__name__)
                 if given:
                     raise ValueError(
                         f"{type(self).__name__} chooses the nodes of a batch itself; leave "
                         f"{', '.join(given)} out"
                     )
-            self.node_sets = node_sets
+            self.node_sets, self._draws_itself = node_sets, True
             if isinstance(data, HeteroData):
                 kwargs["input_nodes"] = data.node_types[0]
         super().__init__(data, num_neighbors, subgraph_type="induced", **kwargs)
@@ -138,11 +132,8 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
             self.__dict__["dataset"] = range(len(self.node_sets))
         super()._finish_init(inputs, dataloader)
 
-    def _sample(self, inputs: Any) -> Any:
-        return self._arrange(super()._sample(inputs))
-
-    def _sample_bulk(self, inputs: list[Any]) -> list[Any]:
-        return [self._arrange(out) for out in super()._sample_bulk(inputs)]
+    def _sample(self, bulk: list[Any]) -> list[Any]:
+        return [self._arrange(out) for out in super()._sample(bulk)]
 
     def _arrange(self, out: Any) -> Any:
         """Marks all nodes as seeds, so that no layer is trimmed."""
@@ -253,9 +244,10 @@ class ClusterData(PyGClusterData):
         self.num_parts, self.recursive = num_parts, recursive
         self.keep_inter_cluster_edges = keep_inter_cluster_edges
         self.sparse_format, self.source = sparse_format, data
-        kept = None
+        kept, nodes = None, int(data.num_nodes or 0)
         if save_dir is not None:
             kept = Path(save_dir) / f"part_{num_parts}" / (filename or "metis.pt")
+        known = kept is not None and kept.exists()
         if is_share(data):
             if save_dir is not None:
                 raise ValueError(
@@ -263,17 +255,14 @@ class ClusterData(PyGClusterData):
                     "out, and give kept clusters as method"
                 )
             cluster = _of_share(data.edge_index, num_parts, method, seed)
+        elif kept is not None and known:
+            cluster = _read(kept, nodes, num_parts)
         else:
-            nodes = int(data.num_nodes or 0)
-            known = kept if kept is not None and kept.exists() else None
-            if known is not None:
-                cluster = _read(known, nodes, num_parts)
-            else:
-                found = cut(data.edge_index, nodes, num_parts, method, seed=seed)
-                cluster = found.owner.long()
+            found = cut(data.edge_index, nodes, num_parts, method, seed=seed)
+            cluster = found.owner.long()
         self.node_perm = torch.argsort(cluster, stable=True)
         self.partptr = offsets(torch.bincount(cluster, minlength=num_parts))
-        if kept is not None and known is None:
+        if kept is not None and not known:
             keep_file(self.partition, kept, "clusters")
 
     @cached_property
@@ -665,7 +654,7 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
         with bar:
             while nodes < wanted:
                 for step in range(subgraphs, subgraphs + self.num_steps):
-                    out = self._sample(self.drawn(fold(key, step)))
+                    (out,) = self._sample([self.drawn(fold(key, step))])
                     drawn[out.node.cpu()] += 1
                     met[out.edge.cpu()] += 1
                     nodes += len(out.node)

@@ -24,6 +24,7 @@ from pyg_distcomm.sampling.graph_source import (
     SampledTopology,
     check_names,
     check_times,
+    ends_of,
     naming_edge_type,
     read_times,
     read_weights,
@@ -37,19 +38,13 @@ class GraphBlock:
     """Holds the nodes of one block of a 1.5D grid, and the edges into them.
 
     Rank q of P holds block q // c: the nodes of all ranks q' with q' // c = q // c.
-
-    Args:
-        topology: type names, and the relations of this block: row i of a relation belongs
-            to node `node_gid[t][i]` of its target type; sources and edges are global ids.
-        node_gid: by type, the nodes of the block, ascending.
-        partitions: by type, the owner of each node.
-        channel: the ranks that hold the other blocks.
     """
 
+    # type names, and the relations of this block: row i of a relation belongs to node
+    # `node_gid[t][i]` of its target type; sources and edges are global ids
     topology: SampledTopology
-    node_gid: tuple[Tensor, ...]
-    partitions: tuple[Partition, ...]
-    channel: ProcessGrid
+    node_gid: tuple[Tensor, ...]  # by type, the nodes of the block, ascending
+    partitions: tuple[Partition, ...]  # by type, the owner of each node
 
 
 def is_share(data: Any) -> bool:
@@ -117,7 +112,7 @@ def read_block(
     index = {name: k for k, name in enumerate(node_types)}
     rows: dict[Any, Any] = {}
     for key, store in stores.items():
-        source, target = (key[0], key[2]) if key is not None else (None, None)
+        source, target = ends_of(key)
         rows[source], rows[target] = store.edge_index.sources, store.edge_index.nodes
     for name in node_types:  # types without edges
         if name not in rows:
@@ -127,17 +122,19 @@ def read_block(
     node_gid = tuple(_block_nodes(p, channel) for p in partitions)
     relations = []
     for key in stores:
-        source, target = (key[0], key[2]) if key is not None else (None, None)
-        kinds = index[source], index[target]
+        kinds = index[ends_of(key)[0]], index[ends_of(key)[1]]
         own = _own_edges(data, key, time_attr, weight_attr, mesh, is_sorted)
         relations.append(_relation(own, kinds, node_gid, channel, rows))
-    _agree_on_order(relations, list(stores), mesh)
+    with on_all_ranks(mesh.world):
+        for name, relation in zip(stores, relations, strict=True):
+            with naming_edge_type(name):
+                check_times(relation, None)
     sizes = tuple(p.num_nodes for p in partitions)
     graph = SampleGraph(sizes, tuple(relations), (None,) * len(sizes))
     dtypes = {store.edge_index.dtype for store in stores.values()}
     dtype = torch.int32 if dtypes == {torch.int32} else torch.int64
     topology = SampledTopology(graph, node_types, list(stores), dtype)
-    return GraphBlock(topology, node_gid, partitions, channel)
+    return GraphBlock(topology, node_gid, partitions)
 
 
 def _blocks(store: Any, mesh: Mesh) -> Rows:
@@ -146,14 +143,6 @@ def _blocks(store: Any, mesh: Mesh) -> Rows:
     owner = torch.arange(n) * mesh.size // max(n, 1)
     partition = Partition.from_owner(owner, mesh.size, n)
     return Rows(partition.gids(mesh.rank), n, mesh, partition)
-
-
-def _agree_on_order(relations: list[Relation], names: list[Any], mesh: Mesh) -> None:
-    """Raises on all ranks if in-edges on any rank do not ascend in time."""
-    with on_all_ranks(mesh.world):
-        for name, relation in zip(names, relations, strict=True):
-            with naming_edge_type(name):
-                check_times(relation, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,12 +157,6 @@ class _Edges:
     time: Tensor | None
     sort_by_time: bool
     in_degree: Tensor | None = None  # of this rank's nodes, if it is known
-
-    def ordered(self) -> _Edges:
-        """Returns the edges in ascending id."""
-        order = torch.argsort(self.gid)
-        arrays: Any = {k: v for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return replace(self, **{name: t[order] for name, t in arrays.items()})
 
 
 def _own_edges(
@@ -288,15 +271,11 @@ def _shared_by_members(own: _Edges, channel: ProcessGrid) -> _Edges:
         return own
     counts = collectives.all_gather_counts([len(own.gid)], channel.col)
     sizes = [count for (count,) in counts]
-
-    def every(t: Tensor | None) -> Tensor | None:
-        if t is None:
-            return None
-        return collectives.all_gather_rows(t, sizes, channel.col, op="topology")
-
-    ids = every(torch.stack([own.gid, own.source, own.target], 1))
-    assert ids is not None
-    gid, source, target = (part.contiguous() for part in ids.unbind(1))
-    weight, time = every(own.weight), every(own.time)
-    every_edge = replace(own, gid=gid, source=source, target=target, in_degree=None)
-    return replace(every_edge, weight=weight, time=time).ordered()
+    every: Any = {
+        name: collectives.all_gather_rows(t, sizes, channel.col, op="topology")
+        for name, t in vars(own).items()
+        if isinstance(t, Tensor) and name != "in_degree"
+    }
+    order = torch.argsort(every["gid"])
+    every = {name: t[order] for name, t in every.items()}
+    return replace(own, in_degree=None, **every)

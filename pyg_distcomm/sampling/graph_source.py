@@ -131,6 +131,7 @@ def read_weights(weight: Tensor, name: str, whole: bool = True) -> Tensor:
 
 
 def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
+    """Returns the times of nodes, or of edges, by type."""
     if name is None:
         return {}
     attrs = [
@@ -139,7 +140,7 @@ def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
     for attr in attrs:
         attr.index = None  # all of it
     found = {
-        a.group_name: t
+        a.group_name: read_times(t, name)
         for a, t in zip(attrs, features.multi_get_tensor(attrs), strict=True)
     }
     of_nodes = {isinstance(group, str) for group in found}
@@ -149,16 +150,6 @@ def _times(features: FeatureStore, name: str | None) -> dict[Any, Tensor]:
             f"kind only; the feature store has it for {list(found)}"
         )
     return found
-
-
-def _single(times: dict[Any, Tensor]) -> Tensor:
-    if len(times) != 1:
-        raise ValueError(
-            "Temporal sampling specified but did not find any temporal data"
-            if not times
-            else f"more than one group has times: {list(times)}"
-        )
-    return next(iter(times.values()))
 
 
 Source: TypeAlias = Data | HeteroData | tuple[FeatureStore, GraphStore]
@@ -171,19 +162,14 @@ EdgeType = tuple[str, str, str]
 
 @dataclass(frozen=True, eq=False)
 class SampledTopology:
-    """Holds a graph in the form of the sampling kernels, and the names of its types.
+    """Holds a graph in the form of the sampling kernels, and the names of its types."""
 
-    Args:
-        graph: the graph of the kernels.
-        node_types: names, in the order of `graph.sizes`; `[None]` if homogeneous.
-        edge_types: names, in the order of `graph.relations`, as edges point in the data.
-        dtype: of the ids in the data, and so of those in a minibatch.
-    """
-
-    graph: SampleGraph
+    graph: SampleGraph  # the graph of the kernels
+    # names, in the order of `graph.sizes`; `[None]` if homogeneous
     node_types: list[Any]
+    # names, in the order of `graph.relations`, as edges point in the data
     edge_types: list[Any]
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the ids in the data, and so of those in a minibatch
 
 
 def read_topology(
@@ -265,7 +251,7 @@ def remember(
     relation: Relation,
 ) -> None:
     """Caches a relation that was built from an `edge_index` of this graph."""
-    sizes = tuple(_size(_store(data, end).num_nodes) for end in _ends(edge_type))
+    sizes = tuple(_size(_store(data, end).num_nodes) for end in ends_of(edge_type))
     plain = replace(relation, source=0, target=0)
     PROCESS.topologies.setdefault(edge_index, []).append(
         ((edge_index._version, sizes, False, False), plain)
@@ -287,7 +273,7 @@ def _from_data(
     sizes = tuple(_size(_store(data, name).num_nodes) for name in node_types)
     relations = []
     for edge_type in edge_types:
-        source, target = _ends(edge_type)
+        source, target = ends_of(edge_type)
         store = _store(data, edge_type)
         with naming_edge_type(edge_type):
             weight = None if weight_attr is None else store.get(weight_attr)
@@ -312,7 +298,7 @@ def _store(data: Any, key: Any) -> Any:
     return data if key is None else data[key]
 
 
-def _ends(edge_type: EdgeType | None) -> tuple[Any, Any]:
+def ends_of(edge_type: EdgeType | None) -> tuple[Any, Any]:
     return (None, None) if edge_type is None else (edge_type[0], edge_type[2])
 
 
@@ -364,12 +350,13 @@ def _from_stores(
             )
     edge_types = list(dict.fromkeys(attr.edge_type for attr in edge_attrs))
     times = _times(features, time_attr)
-    times = {key: read_times(t, str(time_attr)) for key, t in times.items()}
     row, col, _ = store.coo()
     if edge_types == [None]:
         ends = torch.stack([row, col]).long()
         data: Any = Data(edge_index=ends, num_nodes=max(edge_attrs[0].size))
-        found = {} if time_attr is None else {None: _single(times)}
+        if len(times) > 1:
+            raise ValueError(f"more than one group has times: {list(times)}")
+        found = {None: next(iter(times.values()))} if times else {}
         # PyG takes an attribute named 'time' as times of nodes, any other as times of edges
         node_time, edge_time = (found, {}) if time_attr == "time" else ({}, found)
     else:
@@ -401,17 +388,14 @@ def _relation(
     _check_length("edges", edge_index.size(-1), "times", edge_time)
     built_for = (sizes, is_sorted, backward, node_time, edge_time)
     relation = _from_edges(edge_index, *built_for)
-    if weight is None and edge_time is None:
-        check_times(relation, node_time) if is_sorted else None
-        return relation
     _check_length("edges", relation.num_edges, "weights", weight)
-    _check_length("edges", relation.num_edges, "times", edge_time)
-    order = relation.row[1::2].long() if relation.stride == 2 else slice(None)
-    relation = replace(
-        relation,
-        weight=None if weight is None else weight[order].clone(),
-        time=None if edge_time is None else edge_time[order].clone(),
-    )
+    if weight is not None or edge_time is not None:
+        order = relation.row[1::2].long() if relation.stride == 2 else slice(None)
+        relation = replace(
+            relation,
+            weight=None if weight is None else weight[order].clone(),
+            time=None if edge_time is None else edge_time[order].clone(),
+        )
     if is_sorted:
         check_times(relation, node_time)
     return relation

@@ -64,6 +64,9 @@ def layer_numbers(num_nodes_per_layer: Sequence[int]) -> tuple[int, ...]:
     return numbers
 
 
+_ARRAYS = "_ptr", "_col", "_edge", "_weight", "_value"  # of a graph, of edges and rows
+
+
 @dataclass(frozen=True, eq=False)
 class LayerEdges:
     """Holds the edges between the rows and the columns of one layer of a bulk.
@@ -185,7 +188,7 @@ class LocalLayerGraph:
         made = kernels.layer_weights(graph, self._loops, rule.power, self.scale)
         total, self._row_weight, self._value, loop = made
         self._total = total.masked_fill_(total == 0, 1.0)  # 0 / 1 is a zero row of Ahat
-        self._diagonal: tuple[Tensor, Tensor] | None = None
+        self._diagonal: Any = None  # columns and values of the self-loops
         if self._loops is not None:
             # without values, in units of the row's weight
             ones = torch.ones_like(self._row_weight)
@@ -216,7 +219,7 @@ class LocalLayerGraph:
     @property
     def arrays(self) -> list[Tensor | None]:
         """Returns the tensors that hold the edges."""
-        return [self._ptr, self._col, self._edge, self._weight, self._value]
+        return [getattr(self, name) for name in _ARRAYS]
 
     def on(self, device: torch.device, pinned: bool = False) -> LocalLayerGraph:
         """Copies a graph of all rows to a device; the copy keeps a reference to this one.
@@ -226,23 +229,18 @@ class LocalLayerGraph:
             pinned: whether edges stay in host memory, pinned, and the device reads them there.
         """
 
-        def near(t: Tensor | None) -> Any:
-            return None if t is None else t.to(device)
-
-        def far(t: Tensor | None) -> Any:
-            if t is None or not pinned:
-                return near(t if t is None else t.contiguous())
-            return t.contiguous().pin_memory()
+        def moved(t: Tensor | None, far: bool) -> Tensor | None:
+            if t is None:
+                return None
+            return t.contiguous().pin_memory() if far else t.contiguous().to(device)
 
         other = copy.copy(self)
-        other._host_graph, other._loops = self, near(self._loops)
-        other._total, other._row_weight = near(self._total), near(self._row_weight)
-        other._ptr, other._col, other._edge = map(
-            far, (self._ptr, self._col, self._edge)
-        )
-        other._weight, other._value = far(self._weight), far(self._value)
+        other._host_graph = self
+        for name in ("_loops", "_total", "_row_weight", *_ARRAYS):
+            far = pinned and name in _ARRAYS
+            setattr(other, name, moved(getattr(self, name), far))
         if self._diagonal is not None:
-            other._diagonal = other._loops, near(self._diagonal[1])
+            other._diagonal = other._loops, moved(self._diagonal[1], False)
         return other
 
     def sums(self, rows: BulkNodes) -> BulkMatrix:

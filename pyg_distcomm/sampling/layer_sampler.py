@@ -82,16 +82,10 @@ def edge_weights(
     p: BulkMatrix,
     drawn: Sample,
 ) -> Tensor:
-    """Returns the weight of each edge [E], float32.
+    """Returns the weight of each edge [E], float32, by one of `OPTIONS`.
 
-    Args:
-        option: one of `OPTIONS`.
-        edges: between rows and columns.
-        rows: of all minibatches.
-        cols: of all minibatches.
-        kept: [total columns] whether a column would be there without being drawn.
-        p: what was drawn from, integers; one row for each minibatch, or for all.
-        drawn: the draws.
+    `kept` says which columns would be there without being drawn; `p`, what was drawn from,
+    has integers, and one row for each minibatch, or for all.
     """
     if option is None:
         return edges.weight.float()

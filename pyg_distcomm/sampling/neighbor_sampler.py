@@ -75,30 +75,13 @@ class KeyedNegatives(NegativeSampling):
 
 @dataclass
 class TypedSeeds:
-    """Holds seeds of several node types, like a `NodeSamplerInput` of one.
+    """Holds seeds of several node types, like a `NodeSamplerInput` of one."""
 
-    Args:
-        input_id: the positions of the seeds in the loader's list.
-        node: node ids, by node type.
-        input_type: the node type whose store gets PyG's attributes of seeds.
-        time: the times of the seeds, by type, or None.
-        key: the key of the draws, or None.
-    """
-
-    input_id: Tensor
-    node: dict[Any, Tensor]
-    input_type: Any
-    time: dict[Any, Tensor] | None = None
-    key: int | None = None
-
-
-def keyed_negatives(
-    given: NegativeSampling | None, key: int
-) -> NegativeSampling | None:
-    """Returns keyed negative sampling; one with its own `sample` method is left unchanged."""
-    if given is None or type(given).sample is not NegativeSampling.sample:
-        return given
-    return KeyedNegatives(given, fold(key, 1))
+    input_id: Tensor  # the positions of the seeds in the loader's list
+    node: dict[Any, Tensor]  # node ids, by node type
+    input_type: Any  # the node type whose store gets PyG's attributes of seeds
+    time: dict[Any, Tensor] | None = None  # the times of the seeds, by type, or None
+    key: int | None = None  # the key of the draws, or None
 
 
 DRAWS = NEIGHBOR, LABOR = "neighbor", "labor"
@@ -202,16 +185,11 @@ class KeyedNeighborSampler(NeighborSampler):
         node_time = {k: t for k, t in clocks.items() if t is not None}
         edge_time = {k: r.time for k, r in edges.items() if r.time is not None}
         weight = {k: r.weight for k, r in edges.items() if r.weight is not None}
-        if hetero:
-            self.num_nodes: Any = _named(self.node_types, graph.sizes)
-            self.node_time = node_time or None
-            self.edge_time = edge_time or None
-            self.edge_weight = weight or None
-        else:
-            self.num_nodes = graph.sizes[0]
-            self.node_time = node_time.get(None)
-            self.edge_time = edge_time.get(None)
-            self.edge_weight = weight.get(None)
+        found = _named(self.node_types, graph.sizes), node_time, edge_time, weight
+        names = "num_nodes", "node_time", "edge_time", "edge_weight"
+        for name, values in zip(names, found, strict=True):
+            setattr(self, name, (values or None) if hetero else values.get(None))
+        if not hetero:
             self.colptr = relations[0].colptr
         self.to_backward_edge_type: dict[Any, Any] = {}
         if backward and hetero:
@@ -317,7 +295,9 @@ class KeyedNeighborSampler(NeighborSampler):
             seeds.append((seed, time))
             return blank
 
-        negatives = keyed_negatives(neg_sampling, key)
+        negatives = neg_sampling  # one with a `sample` of its own is left unchanged
+        if negatives and type(negatives).sample is NegativeSampling.sample:
+            negatives = KeyedNegatives(negatives, fold(key, 1))
         edge_sample(
             inputs, record, self.num_nodes, self.disjoint, self.node_time, negatives
         )
@@ -451,38 +431,29 @@ class KeyedNeighborSampler(NeighborSampler):
         return every.long().contiguous()
 
     def _output(self, found: Minibatch, hetero: bool) -> Output:
-        dtype, nodes = self._topology.dtype, self.node_types
-        edges, trees = self._topology.edge_types, found.tree
+        dtype = self._topology.dtype
         if dtype != torch.int64:
             found.node = [t.to(dtype) for t in found.node]
             found.edge_index = [t.to(dtype) for t in found.edge_index]
         row, col = [e[0] for e in found.edge_index], [e[1] for e in found.edge_index]
         if self.sample_direction == "backward":
             row, col = col, row
-        counted = self.subgraph_type != SubgraphType.induced
-        out: Any
+        of_nodes: dict[str, Any] = {"node": found.node, "batch": found.tree}
+        of_edges: dict[str, Any] = {"row": row, "col": col, "edge": found.edge}
+        if self.subgraph_type != SubgraphType.induced:
+            of_nodes["num_sampled_nodes"] = found.nodes_per_hop
+            of_edges["num_sampled_edges"] = found.edges_per_hop
         if not hetero:
-            out = SamplerOutput(
-                node=found.node[0],
-                row=row[0],
-                col=col[0],
-                edge=found.edge[0],
-                batch=None if trees is None else trees[0],
-                num_sampled_nodes=found.nodes_per_hop[0] if counted else None,
-                num_sampled_edges=found.edges_per_hop[0] if counted else None,
-            )
-        else:
-            steps = found.nodes_per_hop, found.edges_per_hop
-            out = HeteroSamplerOutput(
-                node=_named(nodes, found.node),
-                row=_named(edges, row),
-                col=_named(edges, col),
-                edge=_named(edges, found.edge),
-                batch=None if trees is None else _named(nodes, trees),
-                num_sampled_nodes=_named(nodes, steps[0]) if counted else None,
-                num_sampled_edges=_named(edges, steps[1]) if counted else None,
-            )
-        return out
+            both = of_nodes | of_edges
+            alone = {k: None if v is None else v[0] for k, v in both.items()}
+            return SamplerOutput(**alone)
+        types = (self.node_types, of_nodes), (self._topology.edge_types, of_edges)
+        by_type = {
+            k: None if v is None else _named(names, v)
+            for names, values in types
+            for k, v in values.items()
+        }
+        return HeteroSamplerOutput(**by_type)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies the graph for a process that cannot share pages with this one.

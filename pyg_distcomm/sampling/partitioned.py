@@ -97,7 +97,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 f"sample_at must be 'owner' or 'requester', got {sample_at!r}"
             )
         self.channel, self.sample_at = channel, sample_at
-        self._clock: dict[Any, tuple[Tensor, Tensor]] = {}
         super().__init__(data, num_neighbors, **options)
         # this rank's node times do not cover other ranks' nodes
         self.node_time: Any = None
@@ -122,15 +121,13 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
     def _relations(self) -> tuple[Relation, ...]:
         return self.block.topology.graph.relations
 
-    def set_seed_times(self, name: Any, node: Tensor, time: Tensor) -> None:
-        """Sets the times of the seed nodes of a type."""
-        order = torch.argsort(node)
-        self._clock[name] = node[order], time[order]
-
     def set_node_times(self, name: Any, time: Tensor) -> None:
-        """Sets the times of all nodes of a type: negative ends of links must not be later."""
-        times: Any = {**(self.node_time or {}), name: time} if self.is_hetero else time
-        self.node_time = times
+        """Sets the times of all nodes of a type, of which only this rank's are known else."""
+        graph, place = self._topology.graph, self.node_types.index(name)
+        times = *graph.time[:place], time, *graph.time[place + 1 :]
+        self._topology = replace(self._topology, graph=replace(graph, time=times))
+        known: Any = {**(self.node_time or {}), name: time} if self.is_hetero else time
+        self.node_time = known
 
     def in_edges(
         self, number: int, nodes: Sequence[Tensor]
@@ -150,14 +147,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
             neg_sampling: how many negative edges to draw for each seed edge, and how.
         """
         return self._sample_all(bulk, neg_sampling)
-
-    def _tree_time(self, seeds: dict[Any, Tensor], times: Any) -> Tensor:
-        found = dict(times or {})
-        for name, ids in seeds.items():
-            if found.get(name) is None and name in self._clock:
-                node, time = self._clock[name]
-                found[name] = time[torch.searchsorted(node, ids.long())]
-        return super()._tree_time(seeds, found)
 
     def _draw_all(self, requests: Sequence[Request]) -> list[Minibatch]:
         """Draws the minibatches of a bulk."""

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -47,8 +46,9 @@ from pyg_distcomm.kernels.sample_ops import (
     Relation,
     RemoteDraws,
     UnweightedNode,
-    all_in_edges,
+    spread,
 )
+from pyg_distcomm.sampling.algebra import offsets
 from pyg_distcomm.sampling.graph_block import GraphBlock
 
 _STREAM, _TIMED, _FLOAT = 1, 2, 4  # flags: the columns beside the ids of a message
@@ -56,15 +56,10 @@ _STREAM, _TIMED, _FLOAT = 1, 2, 4  # flags: the columns beside the ids of a mess
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Looks ids up among the ids of a block.
+    """Looks ids up among the ids of a block."""
 
-    Args:
-        gid: the ids of the block, `[m]`, ascending.
-        total: ids lie in [0, total).
-    """
-
-    gid: Tensor
-    total: int
+    gid: Tensor  # the ids of the block, `[m]`, ascending
+    total: int  # ids lie in [0, total)
 
     def __len__(self) -> int:
         return len(self.gid)
@@ -100,18 +95,19 @@ class RowQuery:
     max_time: Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class RowReply:
-    """Holds the in-edges received, as rows in the order of arrival.
-
-    Shapes: offset [m + 1]; pair [2 t], a source and an edge id each; columns [t] each;
-    slot [m], the row of each node, in the order in which they were requested.
-    """
-
-    offset: Tensor
-    pair: Tensor
-    columns: tuple[Tensor, ...]
-    slot: Tensor
+def rows_at(relation: Relation, place: Tensor) -> Relation:
+    """Returns some rows of a relation of pairs, in the order given, as one of their own."""
+    begin = relation.colptr[place]
+    count = relation.colptr[place + 1] - begin
+    node, within, _ = spread(count)
+    entry = begin[node] + within
+    pairs, weight, time = (
+        None if t is None else kernels.read_rows(t, entry)
+        for t in (relation.row.view(-1, 2), relation.weight, relation.time)
+    )
+    assert pairs is not None
+    own: Any = {"row": pairs.view(-1), "weight": weight, "time": time}
+    return replace(relation, colptr=offsets(count), **own)
 
 
 class RowRound:
@@ -137,18 +133,6 @@ class RowRound:
         got = collectives.all_to_all(ids, list(sent), list(coming), self.axis, op)
         return list(got.wait().split(list(coming)))
 
-    def send_rows(
-        self,
-        rows: Tensor,
-        sent: Sequence[int],
-        coming: Sequence[int],
-        op: str,
-        into: Tensor | None = None,
-    ) -> collectives.Pending:
-        """Starts to send answers whose sizes both sides know from the counts."""
-        counts = list(sent), list(coming)
-        return collectives.all_to_all(rows, *counts, self.axis, op, into=into)
-
     def send_parts(
         self, messages: Sequence[Tensor], op: str = "samples"
     ) -> tuple[list[Tensor], Tensor]:
@@ -168,18 +152,19 @@ class RowRound:
 
 
 class RowRequest(RowRound):
-    """Requests in-edges of other ranks: the constructor sends ids, `reply` returns rows.
+    """Requests in-edges of other ranks: the constructor sends ids, `rows` returns whole rows.
 
     All ranks of the axis give the same number of segments, for the same relations in the
     same order. Price, in words of 4 bytes (8 if ids need them), and counts of 8 bytes:
 
         words   id_words asked_by_others + asked + (2 + columns) drawn
-        counts  (segments + 2) (ranks - 1)
+        counts  (segments + 2) (ranks - 1), of whole rows (segments + 1) (ranks - 1)
 
     A requested node is one word, one more for its stream, and two for a time; it is answered
-    by a count, and by a source and an id for each of its in-edges `drawn`. Counts are the
-    nodes of each segment, the flags of their columns, and the length of an answer. Nodes
-    whose rows lie on this rank cost nothing.
+    by a count, and by a source and an id for each of its in-edges `drawn`; whole rows have
+    weights and times besides, as they are. Counts are the nodes of each segment, the flags of
+    their columns, and the length of an answer of draws. Nodes whose rows lie on this rank
+    cost nothing.
 
     Args:
         axis: the ranks that exchange rows.
@@ -233,44 +218,38 @@ class RowRequest(RowRound):
             for part, row in zip(parts, theirs, strict=True)
         ]
 
-    def reply(
-        self, messages: Sequence[Tensor], columns: Sequence[torch.dtype] = ()
-    ) -> RowReply:
-        """Sends every rank its answer (see `RemoteRows.answer`); returns the answers received.
+    def rows(
+        self, relation: Relation, places: Sequence[Tensor]
+    ) -> tuple[Relation, Tensor]:
+        """Sends each rank whole rows, and returns those received, as a relation.
 
-        `columns` are the dtypes of the values of each in-edge beside its pair.
+        Args:
+            relation: holds the rows that other ranks request of this one.
+            places: of each rank, which rows of the relation these are.
+
+        Returns:
+            the rows, and which of them is that of each node, as they were requested.
         """
-        counts, parts = [], []
-        found, _ = self.send_parts(messages)
-        for part, nodes in zip(found, self.asked, strict=True):
-            asked = len(nodes)
-            counts.append(part[:asked].long())
-            total = int(counts[-1].sum())
-            words = [2 * total, *(total * _words(c, self._word) for c in columns)]
-            parts.append(part[asked:].split(words))
-        offset = torch.nn.functional.pad(torch.cat(counts).cumsum(0), (1, 0))
-        pair, *rest = (torch.cat(column) for column in zip(*parts, strict=True))
+        found = rows_at(relation, torch.cat(list(places)))
+
+        def exchanged(t: Tensor, sent: list[int], coming: list[int]) -> Tensor:
+            return collectives.all_to_all(t, sent, coming, self.axis, "samples").wait()
+
+        sizes = [len(p) for p in places], [len(p) for p in self.asked]
+        counts = exchanged(found.colptr.diff().to(self._word), *sizes).long()
+        ends = [
+            [int(part.sum()) for part in each.split(size)]
+            for each, size in zip((found.colptr.diff(), counts), sizes, strict=True)
+        ]
+        pairs, weight, time = (
+            None if t is None else exchanged(t, *ends)
+            for t in (found.row.view(-1, 2), found.weight, found.time)
+        )
+        assert pairs is not None
         slot = torch.empty_like(self._order)
         slot[self._order] = torch.arange(len(slot))
-        more = tuple(_narrowed(w, c) for w, c in zip(rest, columns, strict=True))
-        return RowReply(offset, pair, more, slot)
-
-
-def columns_of(relation: Relation) -> list[Tensor]:
-    """Returns the values of in-edges beside their pairs: the weight and the time, if any."""
-    return [c for c in (relation.weight, relation.time) if c is not None]
-
-
-def _widened(column: Tensor, word: torch.dtype) -> Tensor:
-    """Reinterprets numbers as words; float32 becomes float64 if words have eight bytes."""
-    narrow = column.element_size() < word.itemsize
-    return (column.double() if narrow else column).view(word)
-
-
-def _narrowed(words: Tensor, kind: torch.dtype) -> Tensor:
-    """Reads numbers that `_widened` wrote as words."""
-    wide = torch.float64 if kind.itemsize < words.element_size() else kind
-    return words.clone().view(wide).to(kind)
+        own: Any = {"row": pairs.view(-1), "weight": weight, "time": time}
+        return replace(found, colptr=offsets(counts), **own), slot
 
 
 def _allocate(total: int) -> tuple[NDArray[np.int64], int]:
@@ -382,57 +361,34 @@ class RemoteRows:
         queries: Sequence[RowQuery],
         peer_of: Callable[[int, Tensor], Tensor],
     ) -> RowRequest:
-        peers = [
-            peer_of(node_type, torch.cat([w.node for w in some]))
-            for node_type, some in groupby(
-                queries, lambda w: self.relations[w.relation].target
-            )
-        ]
+        peers = [peer_of(self.relations[w.relation].target, w.node) for w in queries]
         return RowRequest(axis, queries, peers, self._sampler, self.word)
 
     def local_rows(self, r: int, node: Tensor) -> Tensor:
         """Returns the local row of each node that was requested of this rank."""
         return self._index[self.relations[r].target].places(node)[0]
 
-    def answer(
-        self,
-        frontiers: Sequence[tuple[int, Frontier]],
-        whole: bool = False,
-        relations: Sequence[Relation] = (),
-    ) -> Tensor:
+    def answer(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
         """Draws the in-edges that one rank requests, and packs them into its message.
 
-        The number of in-edges of each node comes first, then the pairs of all, then columns.
+        The number of in-edges of each node comes first, then the pairs of all.
 
         Args:
             frontiers: (number of the relation, its frontier nodes), relations ascending.
-            whole: whether to send weights and times of the in-edges, too.
-            relations: those that hold the rows, if these are not in this rank's block.
         """
         found = []
         for number, frontier in frontiers:
-            relation = (relations or self.relations)[number]
+            relation = self.relations[number]
             try:
                 drawn = self._sampler.draw_rows(relation, None, frontier, _allocate)
             except UnweightedNode as error:
                 raise self.unweighted(error, number) from None
-            start, entry, _ = drawn
-            found.append((relation, torch.from_numpy(start).diff(), entry))
-        columns = [
-            _widened(column[torch.from_numpy(entry)], self.word)
-            for relation, _, entry in found
-            for column in (columns_of(relation) if whole else [])
-        ]
-        heads = [count for _, count, _ in found]
-        draws = sum(len(entry) for _, _, entry in found)
-        sizes = [*map(len, heads), 2 * draws, *map(len, columns)]
-        words = torch.empty(sum(sizes), dtype=self.word)
-        parts = words.split(sizes)
-        at = sum(map(len, heads))
-        for part, count in zip(parts, heads, strict=False):
-            part.copy_(count)
-        for part, column in zip(parts[len(heads) + 1 :], columns, strict=True):
-            part.copy_(column)
+            found.append((relation, *drawn[:2]))
+        counts = torch.cat([torch.from_numpy(start).diff() for _, start, _ in found])
+        at = len(counts)
+        total = at + 2 * sum(len(entry) for _, _, entry in found)
+        words = torch.empty(total, dtype=self.word)
+        words[:at] = counts
         for relation, _, entry in found:
             self._sampler.write_pairs(relation, entry, words, at)
             at += 2 * len(entry)
@@ -472,20 +428,12 @@ class RemoteRows:
         request = self.request_from_row([RowQuery(r, wanted)])
         requested = [theirs[0].node for theirs in request.received]
         pool, places = torch.unique(torch.cat(requested), return_inverse=True)
-        answers = self._fetch_from_column(r, pool)
+        found, slot = self._fetch_from_column(r, pool)
         if self.channel.col.size > 1:
-            arrived = self._arrived(r, answers)
-            messages = [
-                self.answer(
-                    [(0, all_in_edges(node, answers.slot[place]))], True, [arrived]
-                )
-                for node, place in zip(
-                    requested, places.split([len(n) for n in requested]), strict=True
-                )
-            ]
-            answers = request.reply(messages, self._columns(r))
+            theirs = slot[places].split([len(n) for n in requested])
+            found, slot = request.rows(found, theirs)
         sizes = [0 if n is None else len(n) for n in nodes]
-        return self._arrived(r, answers), list(answers.slot[where].split(sizes))
+        return found, list(slot[where].split(sizes))
 
     def request_from_row(self, queries: Sequence[RowQuery]) -> RowRequest:
         """Requests of each rank of the process row the rows that it fetches for all of it.
@@ -496,38 +444,10 @@ class RemoteRows:
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""
-        answers = self._fetch_from_column(r, nodes)
-        arrived = self._arrived(r, answers)
-        start, entry, _ = self._sampler.draw_rows(
-            arrived, None, all_in_edges(nodes, answers.slot), _allocate
-        )
-        picked = torch.from_numpy(entry)
-        weight = None if arrived.weight is None else arrived.weight[picked]
-        pair = arrived.row.view(-1, 2)[picked].view(-1)
-        return replace(
-            arrived, colptr=torch.from_numpy(start), row=pair, weight=weight, time=None
-        )
+        return rows_at(*self._fetch_from_column(r, nodes))
 
-    def _fetch_from_column(self, r: int, wanted: Tensor) -> RowReply:
+    def _fetch_from_column(self, r: int, wanted: Tensor) -> tuple[Relation, Tensor]:
         """Fetches whole rows of distinct nodes from the ranks of the process column."""
         request = self.request([RowQuery(r, wanted)])
-        messages = [
-            self.answer(
-                [(r, all_in_edges(query.node, self.local_rows(r, query.node)))],
-                whole=True,
-            )
-            for (query,) in request.received
-        ]
-        return request.reply(messages, self._columns(r))
-
-    def _arrived(self, r: int, answers: RowReply) -> Relation:
-        """Returns the rows received as a relation of their own."""
-        columns, own = list(answers.columns), self.relations[r]
-        weight = None if own.weight is None else columns.pop(0)
-        time = None if own.time is None else columns.pop(0)
-        return replace(
-            own, colptr=answers.offset, row=answers.pair, weight=weight, time=time
-        )
-
-    def _columns(self, r: int) -> list[torch.dtype]:
-        return [column.dtype for column in columns_of(self.relations[r])]
+        places = [self.local_rows(r, query.node) for (query,) in request.received]
+        return request.rows(self.relations[r], places)

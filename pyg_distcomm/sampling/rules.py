@@ -53,9 +53,9 @@ class Rule(ABC):
     def power(self) -> int:
         """Returns the power of A that Q multiplies: `SQUARED`, `PLAIN` or `COUNTED`."""
 
-    @abstractmethod
     def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
-        """Returns Q [m, n]: which rows of the matrix each row of P adds up."""
+        """Returns Q [k, n], ones at the rows of each minibatch, which its row of P adds up."""
+        return BulkMatrix.row_per_batch(rows, num_nodes)
 
     def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
         """Returns the weights to draw from, given P in units of 1 / scale."""
@@ -105,10 +105,6 @@ class Ladies(Rule):
         """Returns the power of A that Q multiplies: squares in the authors' code, else ones."""
         return SQUARED if self.definition == "code" else COUNTED
 
-    def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
-        """Returns Q [k, n], ones at the rows of each minibatch."""
-        return BulkMatrix.row_per_batch(rows, num_nodes)
-
     def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
         """Squares the counts, for "paper"."""
         return p.with_value(p.values**2) if self.definition == "paper" else p
@@ -156,10 +152,6 @@ class UserRule(Rule):
     def power(self) -> int:
         """Returns the power of A that Q multiplies: ones, or the weights as they are."""
         return COUNTED if self.counted else PLAIN
-
-    def query(self, rows: BulkNodes, num_nodes: int) -> BulkMatrix:
-        """Returns Q [k, n], ones at the rows of each minibatch."""
-        return BulkMatrix.row_per_batch(rows, num_nodes)
 
     def judge(self, p: BulkMatrix, scale: float) -> BulkMatrix:
         """Calls the function, and checks what it returns."""
