@@ -32,7 +32,6 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
 from pyg_distcomm.nn import DistGCNConv
 from pyg_distcomm.plan.init import fastest, shortlist
-from pyg_distcomm.plan.training import training_of
 
 HEAD = (
     *("rate", "grid", "measured s"),
@@ -111,7 +110,7 @@ def measure(
 
 def chosen(data: Data, plans: pdc.Plans, args: argparse.Namespace) -> Grid:
     """Returns the grid that is taken; collective."""
-    training = training_of(args.widths, "gcn")
+    training = plans.training
     near, edges, partition = (
         shortlist(plans, training),
         data.edge_index,

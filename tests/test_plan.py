@@ -48,7 +48,7 @@ from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.plan.planner import PowerLaw, plan
-from pyg_distcomm.plan.training import training_of, training_of_model
+from pyg_distcomm.plan.training import training_of
 
 WIDTHS = (7, 5, 9, 4)
 LAYERS = {"gcn": DistGCNConv, "sage": DistSAGEConv}
@@ -394,7 +394,7 @@ def test_the_best_few_are_timed():
     def shortlist(widths, **how):
         plans = pdc.plan(data, widths, 4, partition="block", **how)
         layers = how.get("layers", "gcn")
-        training = training_of(widths, layers, itemsize=8)
+        training = training_of(widths, layers, dtype=torch.float64)
         return plans, module.shortlist(plans, training, how.get("memory"))
 
     plans, found = shortlist([7, 4, 3])
@@ -404,8 +404,8 @@ def test_the_best_few_are_timed():
     plans, found = shortlist([7, 4, 3], memory=plans.best.memory * 1.5)
     assert found == [plans.best]
     for training in (
-        training_of([7, 4, 3], "gcn", itemsize=2),
-        training_of_model(Behind(), 7, "constant"),
+        training_of([7, 4, 3], dtype=torch.float16),
+        training_of(model=Behind()),
         replace(training_of([7, 4, 3]), layers=training_of([7, 5, 4, 3]).layers[::2]),
     ):
         assert module.shortlist(plans, training) == [plans.best]

@@ -29,8 +29,6 @@ from pyg_distcomm.plan.training import (
     INPUTS,
     Stack,
     Training,
-    dtype_of,
-    training_from_options,
     training_of,
 )
 from pyg_distcomm.process import PROCESS
@@ -204,9 +202,7 @@ def _candidates(auto: Auto, ranks: int) -> tuple[Any, ...]:
     owner = None if owners is None else owners.owner.numpy()
     candidates, training = [best], None
     if not inexact and owner is not None and not takes_grid(method):
-        dtype = dtype_of(data, auto.model, auto.dtype)
-        how = auto.widths, auto.model, auto.layers, auto.inputs, dtype
-        training = training_from_options(data, *how)
+        training = plans.training
         candidates = shortlist(plans, training, auto.memory)
     placed = [(replace(one, link=None), links.index(one.link)) for one in candidates]
     return placed, owner, training
@@ -216,7 +212,7 @@ MOST = 4  # the most plans that are timed
 LONGEST = 60.0  # seconds after which a round of epochs is the last
 WARM, EPOCHS = 3, 7  # epochs of each plan that warm up, and that are timed
 DEFAULT_MEMORY = 8 << 30  # bytes that the timed plans may use together without a limit
-DTYPES = {4: torch.float32, 8: torch.float64}  # by bytes of an element
+DTYPES = torch.float32, torch.float64  # of plans that are timed
 LAYERS: dict[str, Any] = {"gcn": DistGCNConv, "sage": DistSAGEConv}
 
 
@@ -244,7 +240,7 @@ def _is_plain_stack(training: Training) -> bool:
     """Returns whether layers of `LAYERS` alone multiply as those of `training` do."""
     layers = training.layers
     kinds = [layer.kind for layer in layers]
-    if training.missing or training.itemsize not in DTYPES or {*kinds} - {*LAYERS}:
+    if training.missing or training.dtype not in DTYPES or {*kinds} - {*LAYERS}:
         return False
     widths = [layers[0].width_in, *(layer.width_out for layer in layers)]
     return training_of(widths, kinds, inputs=training.inputs).layers == layers
@@ -263,8 +259,9 @@ def fastest(
     epoch counts. Meshes, made by `init` with `mesh_options`, are closed afterwards.
     """
     layers = training.layers
-    dtype = DTYPES[training.itemsize]
-    x = torch.ones(1, layers[0].width_in, dtype=dtype).expand(owners.num_nodes, -1)
+    x = torch.ones(1, layers[0].width_in, dtype=training.dtype).expand(
+        owners.num_nodes, -1
+    )
     y = torch.arange(owners.num_nodes) % layers[-1].width_out
     data = Data(x=x, y=y, edge_index=edge_index)
     runs = [_start_run(data, owners, plan, training, mesh_options) for plan in plans]

@@ -37,7 +37,7 @@ from pyg_distcomm.plan.training import (
     ProductShape,
     Training,
     dtype_of,
-    training_from_options,
+    training_of,
 )
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -47,30 +47,33 @@ POINTS = 4096  # quantiles of a power law
 class DegreeDistribution(abc.ABC):
     """The distribution of the degrees of nodes; in- and out-degrees are equal.
 
-    If nodes are assigned to ranks at random, a node of d edges has none into a fraction q of
-    the nodes with probability (1 - q)^d: the mean over nodes is the generating function
-    of the degrees at 1 - q.
+    Degrees are Poisson around means. If nodes are assigned to ranks at random, a node of mean
+    degree d has no edge into a fraction q of the nodes with probability exp(-q d).
     """
 
     @abc.abstractmethod
+    def means(self, nodes: int, edges: int) -> tuple[Array, Array]:
+        """Returns mean degrees, and how many nodes, or which part of them, each is of."""
+
     def missing(self, nodes: int, edges: int, share: float) -> float:
-        """Returns the mean over nodes of (1 - share)^degree."""
+        """Returns the part of the nodes without an edge into a share of the nodes."""
+        mean, count = self.means(nodes, edges)
+        return float((np.exp(-share * mean) * count).sum() / count.sum())
 
 
 @dataclass(frozen=True)
 class Uniform(DegreeDistribution):
-    """Draws both ends of every edge uniformly from all nodes: (1 - q/n)^m."""
+    """Draws both ends of every edge uniformly from all nodes."""
 
-    def missing(self, nodes: int, edges: int, share: float) -> float:
-        return float(_power(share / nodes, edges))
+    def means(self, nodes: int, edges: int) -> tuple[Array, Array]:
+        return np.array([edges / nodes]), np.ones(1)
 
 
 @dataclass(frozen=True)
 class PowerLaw(DegreeDistribution):
     """Mean degrees follow a power law: node k's is proportional to k^(-1 / (exponent - 1)).
 
-    Degrees are Poisson around their means. As in the model of [Chung02], without its
-    bound on the largest mean.
+    As in the model of [Chung02], without its bound on the largest mean.
 
     Args:
         exponent: the exponent of the density of degrees, above 2.
@@ -84,17 +87,14 @@ class PowerLaw(DegreeDistribution):
                 f"a power law of degrees needs an exponent above 2, got {self.exponent}"
             )
 
-    def missing(self, nodes: int, edges: int, share: float) -> float:
+    def means(self, nodes: int, edges: int) -> tuple[Array, Array]:
         slope = 1 / (self.exponent - 1)
         # quantiles denser towards the hubs; each stands for the nodes up to the next
         ends = np.unique(np.geomspace(1, nodes + 1, POINTS).round())
         first, last = ends[:-1], ends[1:]
-        if len(first) == 0:
-            return float(np.exp(-share * edges / max(nodes, 1)))
         count = last - first
         mean = ((last - 0.5) ** (1 - slope) - (first - 0.5) ** (1 - slope)) / count
-        mean *= edges / (mean * count).sum()
-        return float((np.exp(-share * mean) * count).sum() / count.sum())
+        return mean * (edges / (mean * count).sum()), count
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,12 @@ class RMat(DegreeDistribution):
         if not 0.5 <= self.heavy < 1:
             raise ValueError(f"heavy must lie in [0.5, 1), got {self.heavy}")
 
-    def missing(self, nodes: int, edges: int, share: float) -> float:
+    def means(self, nodes: int, edges: int) -> tuple[Array, Array]:
         bits = max(1, round(math.log2(max(nodes, 2))))
-        scaled = edges * 2.0**bits / nodes  # as many edges per node
         ones = np.arange(bits + 1)
-        log_nodes = [
-            math.lgamma(bits + 1) - math.lgamma(t + 1) - math.lgamma(bits - t + 1)
-            for t in range(bits + 1)
-        ]
-        part = np.exp(np.array(log_nodes) - bits * math.log(2))
         chance = self.heavy ** (bits - ones) * (1 - self.heavy) ** ones
-        return float((part * _power(share * chance, scaled)).sum())
+        count = np.array([float(math.comb(bits, t)) for t in range(bits + 1)])
+        return edges * 2.0**bits / nodes * chance, count
 
 
 LAWS: dict[str, DegreeDistribution] = {
@@ -193,19 +188,26 @@ class RandomGraph:
         def exchange(
             product: ProductShape, codec: Codec, dtype: torch.dtype
         ) -> tuple[Array, Array, Array]:
-            if product.halo:
-                none, widths = np.zeros(p), np.full(p, product.width)
-                links = ((ghosts, size - 1),)
-                return none, *_coded(links, widths, codec, dtype)
-            widths = np.array(balanced_split(product.width, p))
-            received, messages = _coded(
-                ((rows, r - 1), (sums, s - 1)), widths, codec, dtype
-            )
-            words = nodes * (p - 1) * widths + nodes * (product.width - widths)
+            widths, links = np.full(p, product.width), [(ghosts, size - 1)]
+            fiber = np.zeros(p)
+            if not product.halo:
+                widths = np.array(balanced_split(product.width, p))
+                links = [(rows, r - 1), (sums, s - 1)]
+                words = nodes * (p - 1) * widths + nodes * (product.width - widths)
+                fiber = (p > 1) * words * dtype.itemsize
             some = widths > 0
-            if p > 1:
+            received, messages = np.zeros(p), np.zeros(p, np.int64)
+            for count, peers in links:  # all messages of a link are equal
+                mean = max(round(count / max(peers, 1)), 1)
+                each = [
+                    codec.wire_bytes(mean, w, dtype) if w else 0
+                    for w in widths.tolist()
+                ]
+                received = received + count * (np.array(each) / mean)
+                messages = messages + peers * some
+            if p > 1 and not product.halo:
                 messages = messages + some.sum() - some + some * (p - 1)
-            return (p > 1) * words * dtype.itemsize, received, messages
+            return fiber, received, messages
 
         shapes = ProductShape(0, p, False), ProductShape(0, 1, False, True)
         priced = (exchange(one, Plain(), torch.float32) for one in shapes)
@@ -223,32 +225,6 @@ class RandomGraph:
             adds=adds,
             exchange=exchange,
         )
-
-
-def _coded(
-    links: Sequence[tuple[float, int]], widths: Array, codec: Codec, dtype: torch.dtype
-) -> tuple[Array, Array]:
-    """Returns the bytes of rows that a codec writes, and messages, all of which are equal.
-
-    Args:
-        links: the rows that each link moves, and its peers.
-        widths: the width of rows, for each rank of a fiber.
-        codec, dtype: what writes rows, of this type.
-    """
-    received, messages = np.zeros(len(widths)), np.zeros(len(widths), np.int64)
-    for count, peers in links:
-        mean = max(round(count / max(peers, 1)), 1)
-        each = [codec.wire_bytes(mean, w, dtype) if w else 0 for w in widths.tolist()]
-        received = received + count * (np.array(each) / mean)
-        messages = messages + peers * (widths > 0)
-    return received, messages
-
-
-def _power(part: Array | float, times: Array | float) -> Array:
-    """Returns (1 - part)^times, also if `part` is below the precision of 1 - part."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        out: Array = np.exp(np.asarray(times) * np.log1p(-np.asarray(part, np.float64)))
-    return np.where(np.asarray(times) == 0, 1.0, out)
 
 
 MOST_LINES = 24  # plans that the table shows
@@ -335,6 +311,7 @@ class Plans(Sequence[Plan]):
         ranked: what can be run.
         refused: what cannot, each with its reason.
         graph: the graph in words.
+        training: what an epoch of the model does.
         partition: who owns which node, on the first grid where that depends on it
             ("grid"); None for a law of degrees.
     """
@@ -342,6 +319,7 @@ class Plans(Sequence[Plan]):
     ranked: tuple[Plan, ...]
     refused: tuple[Plan, ...]
     graph: str
+    training: Training
     partition: Partition | None = None
 
     @property
@@ -493,9 +471,9 @@ def plan(
     size = _ranks_of(ranks, mesh, partition)
     cutting = graph, size, partition, seed
     grid = _grid_of(grid, algorithm, size)
-    dtype = dtype_of(graph, model, dtype)
-    read = widths, model, layers, inputs, dtype, ordering
-    training = training_from_options(graph, *read)
+    how: Any = {"dtype": dtype_of(graph, model, dtype), "ordering": ordering}
+    how |= {"model": model, "graph": graph, "inputs": inputs}
+    training = training_of(widths, layers, **how)
     source, description, owners = _source(*cutting, grid)
     links = links_of(codecs)
     check_halo(halo)
@@ -505,7 +483,7 @@ def plan(
             source = _source(*cutting, each)[0]
         traffic = source.traffic(each, halo, training)
         for link in links:
-            cost: Any = epoch_cost(traffic, training, link, dtype)
+            cost: Any = epoch_cost(traffic, training, link)
             cost |= {"reason": _refusal(cost["memory"], memory)}
             cost |= {"missing": training.missing, **described(link)}
             found.append(Plan(each, training.orders, **cost))
@@ -517,6 +495,7 @@ def plan(
         ranked,
         tuple(one for one in found if one.reason is not None),
         f"{description}, {size} ranks; {_describe_training(training)}",
+        training,
         owners,
     )
 
@@ -546,11 +525,12 @@ def edges_of(graph: Any, partition: Any) -> tuple[Tensor, int, Tensor | None]:
         mask = mask if isinstance(mask, Tensor) and mask.dim() == 1 else None
         return edge_index.cpu(), int(graph.num_nodes), mask
     if isinstance(partition, Partition):
-        return edge_index.cpu(), partition.num_nodes, None
-    if isinstance(partition, str):
+        nodes = partition.num_nodes
+    elif isinstance(partition, str):
         nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
-        return edge_index.cpu(), nodes, None
-    return edge_index.cpu(), len(partition), None
+    else:
+        nodes = len(partition)
+    return edge_index.cpu(), nodes, None
 
 
 def _source(

@@ -43,28 +43,19 @@ class Traffic:
     """Holds what the ranks of a grid own and exchange; of a degree law, means over ranks.
 
     Arrays have an entry for each rank, or, of a law, for each rank of a fiber.
-
-    Args:
-        grid: the ranks.
-        nodes, edges: own nodes and edges.
-        fiber: own nodes of all ranks of the fiber.
-        nonzeros: nonzeros that a product multiplies.
-        rows: rows that a product receives and sends.
-        ghosts, sent: rows that a layer run by `HaloConv` receives and sends.
-        adds: whether sums of rows are products; see `Topology.adds_on_grid`.
-        exchange: prices one product, or one exchange of `HaloConv`: bytes received over the
-            fiber, bytes received in what the codec writes, and messages sent.
     """
 
     grid: Grid
-    nodes: Array
-    edges: Array
-    fiber: Array
-    nonzeros: Array
-    rows: Array
-    ghosts: Array
-    sent: Array
-    adds: bool
+    nodes: Array  # own nodes
+    edges: Array  # own edges
+    fiber: Array  # own nodes of all ranks of the fiber
+    nonzeros: Array  # that a product multiplies
+    rows: Array  # that a product receives and sends
+    ghosts: Array  # rows that a layer run by `HaloConv` receives
+    sent: Array  # rows that it sends
+    adds: bool  # whether sums of rows are products; see `Topology.adds_on_grid`
+    # prices one product, or one exchange of `HaloConv`: bytes received over the fiber,
+    # bytes received in what the codec writes, and messages sent
     exchange: Callable[[ProductShape, Codec, torch.dtype], tuple[Array, Array, Array]]
 
 
@@ -206,17 +197,12 @@ def traffic_of(grid: Grid, ranks: list[RankPlan]) -> Traffic:
 
 @dataclass(frozen=True, eq=False)
 class CutGraph:
-    """A graph whose nodes are assigned to ranks, and the edges of each rank.
+    """A graph whose nodes are assigned to ranks, and the edges of each rank."""
 
-    Args:
-        partition: the owner of each node.
-        edges: for each rank the places of its edges, sources and targets `[3, e_i]`.
-        total: the number of edges.
-    """
-
-    partition: Partition
+    partition: Partition  # the owner of each node
+    # for each rank the places of its edges, sources and targets `[3, e_i]`
     edges: list[tuple[Tensor, Tensor, Tensor]]
-    total: int
+    total: int  # the number of edges
 
     @staticmethod
     def of(edge_index: Tensor, partition: Partition) -> CutGraph:
@@ -320,7 +306,6 @@ def epoch_cost(
     traffic: Traffic,
     training: Training,
     link: LinkPolicy | None,
-    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Returns the cost of an epoch, as fields of a `Plan`.
 
@@ -328,6 +313,7 @@ def epoch_cost(
     the exact link.
     """
     exact, size = link is None, math.prod(traffic.grid)
+    dtype = training.dtype
     products, rows = training.products(traffic.adds, exact)
     last = len(training.layers) - 1
     exchange, messages, kept = _totals(traffic, products, last, link, dtype)
@@ -341,7 +327,7 @@ def epoch_cost(
     known = len(by_rank) == size and exchange.dtype.kind == "i"
     mean = (float(exchange.mean()) + every) * size
     memory = kept + _memory(traffic, training, products)
-    memory = memory + traffic.ghosts * rows * training.itemsize
+    memory = memory + traffic.ghosts * rows * dtype.itemsize
     return {
         "bytes_by_rank": by_rank if known else (max(by_rank),),
         "exchange_bytes": round(float(exchange.max())),
@@ -391,7 +377,7 @@ def _memory(
     halo         rows received and sent, for the widest product
     parameters   with gradients and the two moments of Adam
     """
-    layers, item, p = training.layers, training.itemsize, traffic.grid[2]
+    layers, item, p = training.layers, training.dtype.itemsize, traffic.grid[2]
     orders = training.orders
     features = layers[0].width_in * (1 + (orders[0] == "kept")) * item + 9
     saved = sum(

@@ -37,41 +37,29 @@ DEFAULT_ORDER = MultiplyOrder()
 
 @dataclass(frozen=True)
 class ProductShape:
-    """One application of the graph: its width, its direction, and how it travels.
+    """One application of the graph: its width, its direction, and how it travels."""
 
-    Args:
-        layer: the number of its layer.
-        width: features.
-        transposed: whether it is one of the backward pass.
-        halo: whether rows travel alone, as `HaloConv` has it; else only sums are read.
-        kept: whether later epochs take what it brought, which does not change.
-    """
-
-    layer: int
-    width: int
-    transposed: bool
+    layer: int  # the number of its layer
+    width: int  # features
+    transposed: bool  # whether it is one of the backward pass
+    # whether rows travel alone, as `HaloConv` has it; else only sums are read
     halo: bool = False
+    # whether later epochs take what it brought, which does not change
     kept: bool = False
 
 
 @dataclass
 class LayerShape:
-    """One layer, as an epoch runs it: X' = A X W and the like, or rows of X at their edges.
+    """One layer, as an epoch runs it: X' = A X W and the like, or rows of X at their edges."""
 
-    Args:
-        number: its place among the layers.
-        width_in, width_out: features that go in and come out.
-        kind: "gcn" or "sage", which multiply by the matrix of all edges, or "halo": any
-            other, run by `HaloConv`.
-        order: of A X W: "kept", "first" or "last"; else "halo".
-        products: its applications of the graph, forward and backward.
-    """
-
-    number: int
+    number: int  # its place among the layers
     width_in: int
     width_out: int = 0
+    # "gcn" or "sage", which multiply by the matrix of all edges, or any other, run by
+    # `HaloConv`
     kind: str = "halo"
-    order: str = "halo"
+    order: str = "halo"  # of A X W: "kept", "first" or "last"; else "halo"
+    # its applications of the graph, forward and backward
     products: list[ProductShape] = field(default_factory=list)
 
     def set_order(self, ordering: MultiplyOrder) -> None:
@@ -92,13 +80,16 @@ class RunRecorder:
     """
 
     def __init__(self) -> None:
-        self.missing: list[str] = []
         self.stack: list[Module] = []
-        self.sums: list[
-            int
-        ] = []  # of batch norms, and of gradients that are read at once
-        self.summed = 0  # gradients of parameters, in numbers
         self.trained: list[Tensor] = []  # all parameters that train
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins the records of an epoch."""
+        self.missing: list[str] = []
+        #: of batch norms, and of gradients that are read at once
+        self.sums: list[int] = []
+        self.summed = 0  # gradients of parameters, in numbers
         self.layers: list[LayerShape] = []
         self.now: Any = None  # the layer that runs
         self.norm: Any = None  # the batch norm that runs
@@ -184,11 +175,6 @@ class RunRecorder:
         found = (kind for kind, types in kinds.items() if isinstance(conv, types))
         self.now.kind = next(found, "halo")
 
-    def clear(self) -> None:
-        """Clears the records."""
-        self.missing, self.sums, self.summed, self.layers = [], [], 0, []
-        self.now = self.norm = None
-
 
 def _at_gradients(values: Any, do: Callable[[], None]) -> None:
     """Calls a function when the gradients of any of some tensors have come."""
@@ -258,7 +244,13 @@ def _run(
     how = {"keep_inputs": ordering.keep_inputs}
     edge_index = share.edge_index.with_ordering(ordering.order, **how)
     edges = edge_index.topology
-    vars(edges)["operator"] = telling(edges.operator, visit.note_operator)
+    operator = edges.operator
+
+    def told(*args: Any, **how: Any) -> Any:
+        visit.note_operator()
+        return operator(*args, **how)
+
+    vars(edges)["operator"] = told
     epochs: list[list[LayerShape]] = []
     for _ in range(3):  # layers fill their caches, then what they read is kept
         visit.clear()
@@ -274,16 +266,6 @@ def _run(
         layer.set_order(ordering)
 
 
-def telling(multiply: Any, tell: Callable[[], None]) -> Any:
-    """Returns a function that tells of a call for a matrix of all edges, and makes it."""
-
-    def run(*args: Any, **how: Any) -> Any:
-        tell()
-        return multiply(*args, **how)
-
-    return run
-
-
 def is_layer(module: Module) -> bool:
     """Returns whether a module reads rows of neighbours."""
     return isinstance(module, (MessagePassing, HaloConv))
@@ -296,27 +278,20 @@ def bare(module: Module) -> Module:
 
 @dataclass(frozen=True)
 class Training:
-    """A full-graph epoch: forward, a mean loss, backward, and a sum of gradients.
+    """A full-graph epoch: forward, a mean loss, backward, and a sum of gradients."""
 
-    Args:
-        layers: in order.
-        parameters: how many numbers train.
-        inputs: "constant" features, "changing" ones (made by dropout, say), or ones that
-            are "trained".
-        itemsize: bytes of a number.
-        norms: how wide each sum of a batch norm is, forward and backward, and each sum of
-            a gradient that is read before the pass ends.
-        missing: what the model sends beside all this, or may, in words; or nothing.
-        summed: how many of `parameters` are summed at the end of a pass.
-    """
-
-    layers: tuple[LayerShape, ...]
-    parameters: int
+    layers: tuple[LayerShape, ...]  # in order
+    parameters: int  # how many numbers train
+    # "constant" features, "changing" ones (made by dropout, say), or ones that are
+    # "trained"
     inputs: str = "constant"
-    itemsize: int = 4
+    dtype: torch.dtype = torch.float32  # of the features, and of what travels
+    # how wide each sum of a batch norm is, forward and backward, and each sum of a
+    # gradient that is read before the pass ends
     norms: tuple[int, ...] = ()
+    # what the model sends beside all this, or may, in words; or nothing
     missing: str = ""
-    summed: int = 0
+    summed: int = 0  # how many of `parameters` are summed at the end of a pass
 
     def __post_init__(self) -> None:
         if self.inputs not in INPUTS:
@@ -365,7 +340,7 @@ class Training:
 
     def sums(self, size: int) -> dict[str, int]:
         """Returns the bytes a rank receives in all-reduces, by what is summed."""
-        item = self.itemsize
+        item = self.dtype.itemsize
         return {
             "parameters": ring_words(self.summed, size) * item,
             "loss": ring_words(LOSS_WORDS, size) * item,
@@ -387,18 +362,8 @@ class Stack(torch.nn.Module):
         return self.layers[-1](x, edge_index)
 
 
-def training_of(
-    widths: Sequence[int],
-    layers: str | Sequence[str] = "gcn",
-    *,
-    inputs: str = "constant",
-    itemsize: int = 4,
-    ordering: MultiplyOrder = DEFAULT_ORDER,
-) -> Training:
-    """Returns the training of a stack of layers, all of one kind or each of its own.
-
-    `widths` are those of the features, the hidden layers, and the output.
-    """
+def stack_of(widths: Sequence[int], layers: str | Sequence[str]) -> Stack:
+    """Returns a stack of layers by name, all of one kind or each of its own."""
     pairs = list(itertools.pairwise(widths))
     if not pairs:
         raise ValueError(
@@ -414,45 +379,63 @@ def training_of(
             raise ValueError(
                 f"layers are {' or '.join(KINDS)}, got {kind!r}; give model=... for others"
             )
-    for pair in pairs:
-        if not all(isinstance(n, numbers.Integral) and n >= 1 for n in pair):
+    for a, b in pairs:
+        if not all(isinstance(n, numbers.Integral) and n >= 1 for n in (a, b)):
             raise ValueError(
-                "widths must be whole numbers, at least 1, got {!r} and {!r}".format(
-                    *pair
-                )
+                f"widths must be whole numbers, at least 1, got {a!r} and {b!r}"
             )
-    stack = Stack(
+    return Stack(
         KINDS[kind](int(a), int(b)) for kind, (a, b) in zip(kinds, pairs, strict=True)
     )
-    read = training_of_model(stack, int(widths[0]), inputs, ordering)
-    return replace(read, itemsize=itemsize)
 
 
-def training_of_model(
-    model: torch.nn.Module,
-    num_features: int,
+def training_of(
+    widths: Sequence[int] | None = None,
+    layers: str | Sequence[str] = "gcn",
+    *,
+    model: Module | None = None,
+    graph: Any = None,
     inputs: str = "constant",
+    dtype: torch.dtype = torch.float32,
     ordering: MultiplyOrder = DEFAULT_ORDER,
 ) -> Training:
-    """Reads the layers of a model, in the order in which it calls them.
+    """Returns the training that the options of `plan` describe: by widths, or by a model.
 
-    A copy of it is run on two nodes with so many features, see `visited`.
+    A copy of the model is run on two nodes, see `visited`.
 
     Raises:
-        ValueError: if the model has no layer that reads neighbours, or does not run.
+        ValueError: if options do not fit, the model has no layer that reads neighbours, or
+            it does not run.
     """
+    if (widths is None) == (model is None):
+        raise ValueError(
+            "plan needs either widths=[features, hidden, ..., output] or model=..."
+        )
+    if widths is not None:
+        model = stack_of(widths, layers)
+        _check_width(graph, widths[0], inputs)
+        features = int(widths[0])
+    elif not isinstance(model, Module):
+        raise TypeError(
+            f"model is a torch.nn.Module, got {type(model).__name__}; give layers as a "
+            "torch_geometric.nn.Sequential"
+        )
+    else:
+        features = graph.num_features if isinstance(graph, Data) else 0
+        features = features or num_features_of_model(model)
+    assert model is not None
     if not any(map(is_layer, model.modules())):
         raise ValueError(
             f"{type(model).__name__} has no message passing layer to plan for; give "
             "widths=[...]"
         )
-    run = visited(model, num_features, inputs, ordering)
+    run = visited(model, features, inputs, ordering)
     trained = sum(p.numel() for p in run.trained)
     return Training(
         tuple(run.layers),
         trained,
         inputs,
-        run.trained[0].element_size() if run.trained else 4,
+        dtype,
         tuple(run.sums),
         "; ".join(dict.fromkeys(run.missing)),
         run.summed or trained,
@@ -475,42 +458,6 @@ def num_features_of_model(model: torch.nn.Module) -> int:
         f"the width of the features cannot be read from {type(model).__name__}; give the "
         "graph as a Data with x, or widths=[...]"
     )
-
-
-def training_from_options(
-    graph: Any,
-    widths: Sequence[int] | None,
-    model: torch.nn.Module | None,
-    layers: str | Sequence[str],
-    inputs: str,
-    dtype: torch.dtype,
-    ordering: MultiplyOrder = DEFAULT_ORDER,
-) -> Training:
-    """Returns the training that the options of `plan` describe: widths, or a model."""
-    if (widths is None) == (model is None):
-        raise ValueError(
-            "plan needs either widths=[features, hidden, ..., output] or model=..."
-        )
-    if model is not None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"model is a torch.nn.Module, got {type(model).__name__}; give layers as a "
-                "torch_geometric.nn.Sequential"
-            )
-        features = num_features_of(graph, model)
-        read = training_of_model(model, features, inputs, ordering)
-        return replace(read, itemsize=dtype.itemsize)
-    assert widths is not None
-    how: Any = {"itemsize": dtype.itemsize, "ordering": ordering}
-    read = training_of(widths, layers, inputs=inputs, **how)
-    _check_width(graph, read.layers[0].width_in, inputs)
-    return read
-
-
-def num_features_of(graph: Any, model: Any) -> int:
-    """Returns the width of the features, which a model tells where the graph does not."""
-    given = graph.num_features if isinstance(graph, Data) else 0
-    return given or num_features_of_model(model)
 
 
 def dtype_of(graph: Any, model: Any, dtype: torch.dtype | None) -> torch.dtype:
