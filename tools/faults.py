@@ -13,14 +13,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
-import json
 import os
-import queue
 import re
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -31,10 +25,9 @@ from statistics import median
 
 import misused
 import torch
-import torch.distributed as dist
 from faulty import INJECTED, TIMEOUT, WORKLOADS
+from ranks import Nursery
 
-HERE = Path(__file__).parent
 LATE = 10.0  # seconds past its timeout at which nothing may be there any more
 HARD = 60.0  # seconds after which a case is ended
 HOWS = ("kill", "raise", "stop", "term", "leave", "slow")
@@ -55,103 +48,20 @@ class Outcome:
     wrong: list
 
 
-class Nursery:
-    """The server that ranks are forked from, and the store that they meet at."""
-
-    def __init__(self):
-        paths = os.pathsep.join([str(HERE.parent), str(HERE.parent / "tests")])
-        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-        self.server = subprocess.Popen(
-            [sys.executable, "-u", str(HERE / "faulty.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        assert json.loads(self.server.stdout.readline()) == {"ready": True}
-        self.numbers = itertools.count()
-        self.events, self.lock = {}, threading.Lock()
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self):
-        for line in self.server.stdout:
-            event = json.loads(line)
-            self.events[event["id"]].put(event)
-
-    def start(self, case, env, folder, out):
-        """Forks a rank; returns its pid and where its end will be told."""
-        with self.lock:
-            number = next(self.numbers)
-            told = self.events[number] = queue.SimpleQueue()
-            rank = {"id": number, "case": case, "env": env}
-            rank |= {"folder": str(folder), "out": str(out)}
-            self.server.stdin.write(json.dumps(rank) + "\n")
-            self.server.stdin.flush()
-        return told.get(timeout=HARD)["pid"], told
-
-    def close(self):
-        self.server.stdin.close()
-        self.server.wait(10)
-
-
 def run_ranks(nursery, case, ranks, resume=(), hard=HARD):
-    """Runs the ranks of a case; ranks in `resume` go on once all others have ended.
-
-    Returns codes, texts, when each ended, and what is left behind.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="faults-"))
-    outs = Path(tempfile.mkdtemp(prefix="faults-out-"))
+    """Runs the ranks of a case; returns how they ended, and what is left behind."""
     memory = set(os.listdir("/dev/shm"))
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    running = []
-    for rank in range(ranks):
-        env = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        running.append(nursery.start(case, env, folder, outs / str(rank)))
-    codes, ends = [None] * ranks, [None] * ranks
-    stop = time.time() + hard
-    try:
-        while None in codes and time.time() < stop:
-            for rank, (_, told) in enumerate(running):
-                if codes[rank] is None and not told.empty():
-                    event = told.get()
-                    codes[rank], ends[rank] = event["code"], event["time"]
-            if None not in (code for r, code in enumerate(codes) if r not in resume):
-                for rank in resume:
-                    os.kill(running[rank][0], signal.SIGCONT)
-                resume = ()
-            time.sleep(0.01)
-    finally:
-        for (pid, told), code in zip(running, codes, strict=True):
-            if code is None:
-                os.kill(pid, signal.SIGKILL)
-                told.get(timeout=10)
-    texts = [(outs / str(rank)).read_text() for rank in range(ranks)]
-    groups = [pid for pid, _ in running]
-    left = [
-        f"process in the group of rank {r}" for r, p in enumerate(groups) if _alive(p)
-    ]
-    new = set(os.listdir("/dev/shm")) - memory
-    left += [f"/dev/shm/{name}" for name in new if "torch" in name or "pyg" in name]
-    left += sorted(str(path.relative_to(folder)) for path in folder.iterdir())
-    shutil.rmtree(folder)
-    shutil.rmtree(outs)
-    return codes, texts, ends, left
-
-
-def _alive(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    with (
+        tempfile.TemporaryDirectory(prefix="faults-") as folder,
+        tempfile.TemporaryDirectory(prefix="faults-out-") as outs,
+    ):
+        ended = nursery.run(case, ranks, folder, Path(outs), hard, resume=resume)
+        left = [f"process in the group of rank {rank}" for rank in ended.alive]
+        new = set(os.listdir("/dev/shm")) - memory
+        left += [f"/dev/shm/{name}" for name in new if "torch" in name or "pyg" in name]
+        left += sorted(os.listdir(folder))
+    pairs = zip(ended.printed, ended.said, strict=True)
+    return ended.codes, ["\n".join(pair) for pair in pairs], ended.times, left
 
 
 # Faults of workloads ------------------------------------------------------------------
@@ -203,7 +113,7 @@ class Campaign:
     """Runs cases beside what each workload does undisturbed."""
 
     def __init__(self):
-        self.nursery, self.undisturbed = Nursery(), {}
+        self.nursery, self.undisturbed = Nursery("faulty"), {}
         self.lock = threading.Lock()
 
     def plain(self, workload):

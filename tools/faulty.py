@@ -1,4 +1,4 @@
-"""Ranks that fail on purpose: what they do, where a fault strikes, and who forks them.
+"""Ranks that fail on purpose: what they do, and where a fault strikes.
 
 A rank runs a workload: a short script that prints `RESULT` and a hash of what it computed.
 A fault strikes one rank at the n-th exchange that it begins, in whatever thread that is:
@@ -11,14 +11,11 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import json
 import os
-import select
 import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -334,7 +331,7 @@ def hashed(found):
     return total.hexdigest()[:16]
 
 
-def run_case(case):
+def run_job(case):
     """Runs one rank of a case: a workload with a fault, or a function of `misused`."""
     atexit.register(print, "CLEANED", flush=True)
     if "workload" in case:
@@ -345,61 +342,3 @@ def run_case(case):
     import misused
 
     print("RESULT", misused.CASES[case["misuse"]]() or "", flush=True)
-
-
-# The server -------------------------------------------------------------------------
-
-
-def serve():
-    """Forks a rank for each line of standard input; says how and when ranks end.
-
-    A rank leaves through here, so that it ends as any script does: with its own exit code,
-    the package's hook for exceptions, and `atexit`.
-    """
-    torch.set_num_threads(1)
-    import warm  # noqa: F401
-
-    print(json.dumps({"ready": True}), flush=True)
-    text, children = b"", {}
-    while True:
-        if select.select([0], [], [], 0.01)[0]:
-            got = os.read(0, 1 << 16)
-            if not got:
-                for pid in children:
-                    os.kill(pid, signal.SIGKILL)
-                return None
-            *lines, text = (text + got).split(b"\n")
-            for line in lines:
-                rank = json.loads(line)
-                pid = os.fork()
-                if pid == 0:
-                    return become(rank)
-                children[pid] = rank["id"]
-                print(json.dumps({"id": rank["id"], "pid": pid}), flush=True)
-        while children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            code = os.waitstatus_to_exitcode(status)
-            end = {"id": children.pop(pid), "code": code, "time": time.time()}
-            print(json.dumps(end), flush=True)
-
-
-def become(rank):
-    """Makes this process the rank that was asked for."""
-    os.setpgid(0, 0)
-    out = os.open(rank["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for place, to in ((null, 0), (out, 1), (out, 2)):
-        os.dup2(place, to)
-    os.environ.update(rank["env"])
-    os.chdir(rank["folder"])
-    return rank["case"]
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
-    asked = serve()
-    if asked is not None:
-        sys.modules.setdefault("faulty", sys.modules["__main__"])
-        run_case(asked)

@@ -24,33 +24,23 @@ from __future__ import annotations
 
 import argparse
 import ast
-import atexit
-import contextlib
 import dataclasses
 import difflib
-import gc
 import importlib
-import importlib.util
-import json
-import os
 import platform
 import re
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from importlib.machinery import PathFinder
 from pathlib import Path
 
-import pyg_stage
 import torch
 import torch_geometric
+from ranks import Nursery
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-TESTS = Path(__file__).parents[1] / "tests"
 REAL = ("planetoid", "hetero_dblp")  # generated where they are missing
 GRACE = 15.0  # seconds that other ranks have once one has failed
 
@@ -419,98 +409,22 @@ class Run:
         return (faults or [gone if None in self.results else None])[0]
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run(job, ranks, deadline, folder):
-    """Starts the ranks, and ends them and whatever they have started."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("result*.pt"):
-        old.unlink()
-    job = job | {"out": str(folder / "result{rank}.pt"), "folder": str(folder)}
-    shared = {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    children, begin = {}, time.monotonic()
-    for rank in range(ranks or 1):  # no ranks: as plain PyG, nothing of a world is said
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-        world |= {"LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
-        env = shared | ({k: str(v) for k, v in world.items()} if ranks else {})
-        children[child(job, env, folder, rank)] = None
-    hung = True
-    try:
-        hung = wait(children, begin + deadline)
-    finally:
-        for pid, code in children.items():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # with what it has started
-            if code is None:
-                os.waitpid(pid, 0)
-    seconds = time.monotonic() - begin
-    return gathered(folder, ranks or 1, hung, seconds)
-
-
-def child(job, env, folder, rank):
-    """Forks a process, in a group of its own, that runs the script; its id.
-
-    Forked, since torch and PyG are then read once and not for every rank of every run.
-    """
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for stream, kind in ((0, None), (1, "out"), (2, "err")):
-            path = folder / f"{kind}{rank}.txt" if kind else os.devnull
-            os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644), stream)
-        os.environ.update(env)
-        code = pyg_stage.main(job)
-        atexit._run_exitfuncs()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def wait(children, end):
-    """Waits until all have ended, or soon after one has failed; whether they hung."""
-    while None in children.values():
-        if time.monotonic() > end:
-            return not any(children.values())
-        for pid in [pid for pid, code in children.items() if code is None]:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                children[pid] = os.waitstatus_to_exitcode(status)
-                if children[pid]:
-                    end = min(end, time.monotonic() + GRACE)
-        time.sleep(0.02)
-    return False
-
-
-def gathered(folder, ranks, hung, seconds):
-    results, printed, complaint = [], [], ""
-    for rank in range(ranks):
+def run(nursery, job, ranks, deadline, folder):
+    """Runs a script on some ranks, or without any as plain PyG; what came of it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "out").mkdir(parents=True)
+    job, begin = job | {"folder": str(folder)}, time.monotonic()
+    ended = nursery.run(job, ranks, folder, folder / "out", deadline, GRACE)
+    seconds, results = time.monotonic() - begin, []
+    for rank in range(ranks or 1):
         file = folder / f"result{rank}.pt"
         result = torch.load(file, weights_only=True) if file.exists() else None
         if result and "tensors" in result:  # as torch.compile names them
             named = result["tensors"].items()
             result["tensors"] = {k.replace("_orig_mod.", ""): v for k, v in named}
         results.append(result)
-        printed.append((folder / f"out{rank}.txt").read_text())
-        said = (folder / f"err{rank}.txt").read_text().strip().splitlines()
-        complaint = complaint or (said[-1] if said else "")
-    return Run(hung, seconds, results, printed, complaint)
+    last = [text.strip().splitlines()[-1] for text in ended.said if text.strip()]
+    return Run(ended.hung, seconds, results, ended.printed, (last or [""])[0])
 
 
 KINDS = ("HANG", "WRONG", "refused", "ran", "exact")  # the worst first
@@ -633,8 +547,8 @@ def attempts(name, source):
 class Example:
     """One script: its plain runs, and what came of the swapped ones."""
 
-    def __init__(self, name, args, home, work):
-        self.name, self.args = name, args
+    def __init__(self, name, args, home, work, nursery):
+        self.name, self.args, self.nursery = name, args, nursery
         self.script = Path(args.checkout, "examples", f"{name}.py").resolve()
         self.source = self.script.read_text()
         self.folder = work / name.replace("/", "_")
@@ -661,7 +575,9 @@ class Example:
 
     def missing(self):
         """Why PyG's own run can't be had here, or ''."""
-        if self.name in SPARSE and not any(map(importlib.util.find_spec, SAMPLERS)):
+        paths = [*filter(None, [self.args.compiled]), *sys.path]
+        known = (PathFinder.find_spec(name, paths) for name in SAMPLERS)
+        if self.name in SPARSE and not any(known):
             return "PyG's own run needs pyg-lib or torch-sparse"
         return ""
 
@@ -683,7 +599,8 @@ class Example:
         for processes in self.args.ranks if self.batched else [1]:
             job = self.job(script, processes)
             folder = self.folder / f"plain{processes}"
-            plain = self.plain[processes] = run(job, 0, self.args.deadline, folder)
+            plain = run(self.nursery, job, 0, self.args.deadline, folder)
+            self.plain[processes] = plain
             if plain.hung or plain.error:
                 why = "hangs" if plain.hung else plain.error["error"][:160]
                 self.note = f"PyG's own run: {why}"
@@ -699,7 +616,8 @@ class Example:
             verdicts = {}
             for ranks in self.args.ranks:
                 folder = self.folder / f"try{k}_{ranks}"
-                other = run(self.job(copy, 1), ranks, self.args.deadline, folder)
+                job, limit = self.job(copy, 1), self.args.deadline
+                other = run(self.nursery, job, ranks, limit, folder)
                 plain = self.plain[ranks if self.batched else 1]
                 printed = not self.batched or ranks == 1
                 found = judged(plain, other, self.args.tolerance, printed)
@@ -829,32 +747,23 @@ def prepared(work, data):
     return home
 
 
-def run_here(names, args, work):
-    """Runs scripts from this process; their rows."""
-    home = prepared(work, args.data)
-    examples = [Example(name, args, home, work) for name in names]
-    for example in examples:
-        example.note = example.missing() or example.foreign()
-        if not example.note:
-            example.run_plain()
-    if args.ranks:
-        warmed()
-        for example in examples:
+def run_all(names, args, work):
+    """Runs scripts, those of SPARSE where SAMPLERS can be imported; their rows."""
+    home, rows = prepared(work, args.data), []
+    for sparse in (False, True):
+        some = [name for name in names if (name in SPARSE) == sparse]
+        paths = [args.compiled] if sparse and args.compiled else []
+        nursery = Nursery("pyg_stage", *paths)
+        for name in some:
+            example = Example(name, args, home, work, nursery)
+            example.note = example.missing() or example.foreign()
+            if not example.note:
+                example.run_plain()
             if not example.note:
                 example.run_swapped()
-    return [example.row() for example in examples]
-
-
-def run_apart(names, args, work):
-    """Runs scripts from a process that may import SAMPLERS; their rows."""
-    rows = work / "rows.json"
-    rows.unlink(missing_ok=True)
-    command = [sys.executable, __file__, *sys.argv[1:]]
-    command += ["--only", ",".join(names), "--work", str(work), "--rows", str(rows)]
-    paths = [args.compiled or "", os.environ.get("PYTHONPATH", "")]
-    paths = os.pathsep.join(path for path in paths if path)
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": paths})
-    return json.loads(rows.read_text()) if rows.exists() else []
+            rows.append(example.row())
+        nursery.close()
+    return rows
 
 
 def main():
@@ -872,47 +781,19 @@ def main():
     add("--tolerance", type=float, default=1e-9)
     add("--deadline", type=float, default=180.0, help="seconds a run")
     add("--work", help="a folder to keep scripts and output in")
-    add("--rows", help=argparse.SUPPRESS)  # of run_apart
     add("--write", help="a file for the report")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end all ranks
     only = [name for name in args.only.split(",") if name]
-    names = only or [*FULL, *MANY, *BATCHED, *SPARSE]
-    with scratch_folder() as scratch:
+    print(headline(args), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
         work = Path(args.work or scratch).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        if args.rows:
-            Path(args.rows).write_text(json.dumps(run_here(names, args, work)))
-            return
-        print(headline(args), flush=True)
-        rows = run_here([name for name in names if name not in SPARSE], args, work)
-        sparse = [name for name in names if name in SPARSE]
-        rows += run_apart(sparse, args, work) if sparse else []
+        rows = run_all(only or [*FULL, *MANY, *BATCHED, *SPARSE], args, work)
     report = written(args, rows)
     print("", *report.splitlines()[-40:], sep="\n")
     if args.write:
         Path(args.write).write_text(report)
     sys.exit(1 if any(row.get("bad") for row in rows) else 0)
-
-
-@contextlib.contextmanager
-def scratch_folder():
-    """A folder that this process alone removes: its forks end by what it has registered."""
-    folder = tempfile.mkdtemp()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def warmed():
-    """Imports the package once, for all ranks to come; plain runs have been."""
-    sys.path.append(str(TESTS))
-    with contextlib.suppress(Exception):  # the ranks will tell of it
-        for name in ("pyg_distcomm.nn", "pyg_distcomm.loader", "warm"):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
 
 
 if __name__ == "__main__":

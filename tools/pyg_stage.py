@@ -37,6 +37,10 @@ from torch_geometric.contrib.nn import GRBCDAttack, PRBCDAttack
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 from torch_geometric.explain import Explanation
 
+import pyg_distcomm.nn  # noqa: F401 - read once, for all ranks
+from pyg_distcomm.loader import LoaderOptions
+from pyg_distcomm.sampling import neighbor_sampler
+
 KEPT = 5  # steps of each optimizer whose gradients are kept
 LARGE = 1 << 20  # elements; of larger gradients a digest is kept
 
@@ -352,11 +356,8 @@ def calm_loaders(period):
     loader.__iter__ = drawing_nothing(loader.__iter__)
     sampler = torch_geometric.sampler.NeighborSampler
     sampler._sample = counted(sampler._sample)
-    # the ranks of a swapped script are forked with it loaded
-    if (ours := sys.modules.get("pyg_distcomm.sampling.neighbor_sampler")) is not None:
-        ours.KeyedNegatives.sample = sample
-    if (ours := sys.modules.get("pyg_distcomm.loader")) is not None:
-        ours.LoaderOptions.__init__.__kwdefaults__["seed"] = 0
+    neighbor_sampler.KeyedNegatives.sample = sample
+    LoaderOptions.__init__.__kwdefaults__["seed"] = 0
 
 
 # ----- data sets ----------------------------------------------------------------------
@@ -784,12 +785,11 @@ def fault(error, script):
     }
 
 
-def main(job):
-    """Runs the script of a job, saves what came of it, and returns an exit code."""
+def run_job(job):
+    """Runs the script of a job, and saves what came of it."""
     source, rank = job["source"], int(os.environ.get("RANK", 0))
     sys.path.insert(0, str(Path(job["script"]).parent))
     sys.argv = [job["script"], *job["argv"]]
-    os.chdir(job["folder"])
     adjust(job["seed"] + (1000 * rank if job["apart"] else 0), job["columns"])
     if job.get("batch"):
         calm_loaders(job.get("period", 10))
@@ -797,7 +797,6 @@ def main(job):
     watch, result = FailureMonitor(), {"error": None, "line": "", "place": ""}
     text = Path(source).read_text()
     code = compiled(text, source, job["epochs"], job.get("batch"))
-    sys.modules["runner"] = sys.modules["__main__"]
     script = sys.modules["__main__"] = types.ModuleType("__main__")
     script.__file__ = source
     sys.modules[Path(source).stem] = script  # nn.Sequential imports it by this name
@@ -811,5 +810,6 @@ def main(job):
     except BaseException as error:
         traceback.print_exc()
         result |= fault(error, source)
-    torch.save(result, job["out"].format(rank=rank))
-    return 1 if result["error"] else 0
+    torch.save(result, Path(job["folder"], f"result{rank}.pt"))
+    if result["error"]:
+        sys.exit(1)
