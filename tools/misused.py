@@ -235,19 +235,6 @@ def one_rank_prints():
     return float(data.x.sum())
 
 
-@case(says="seed the generator of this tensor")
-def plain_tensors_differ():
-    _mesh, data = shared_out()
-    torch.manual_seed(me())
-    (data.x[:, 0] + torch.rand(240)).sum()
-
-
-@case(says="from_local|rows")
-def a_tensor_of_local_rows():
-    _mesh, data = shared_out()
-    (data.x[:, 0] + torch.ones(len(data.x.to_local()))).sum()
-
-
 # Layers -------------------------------------------------------------------------------
 
 
@@ -258,11 +245,6 @@ def one_rank_evaluates_later():
     conv(data.x, data.edge_index)
     conv.train(me() == 0)
     conv(data.x, data.edge_index)
-
-
-@case(says="link must be a LinkPolicy")
-def a_link_of_a_layer_by_name():
-    nn.GCNConv(8, 8, link="fast")
 
 
 # Values that are no values ------------------------------------------------------------
