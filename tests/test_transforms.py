@@ -1,9 +1,11 @@
-"""PyG's transforms, utilities and models on a share: one process's numbers."""
+"""PyG's transforms, utilities, models and link prediction on a share: one process's numbers."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
+import random
 
 import alike
 import places
@@ -16,6 +18,7 @@ import torch_geometric.transforms as T
 import torch_geometric.utils as U
 import worlds
 from problems import GRAPHS, two_types, undirected
+from torch.nn.functional import binary_cross_entropy_with_logits as loss_of
 from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
@@ -48,7 +51,7 @@ def through(transform):
 
 
 def pairs(z, edges):
-    return (z[edges[0]] * z[edges[1]]).sum()
+    return (z[edges[0]] * z[edges[1]]).sum(-1)
 
 
 def _loops(nn, d):
@@ -68,16 +71,6 @@ def _laplacian(nn, d):
         d.edge_index, normalization="sym", num_nodes=d.num_nodes, dtype=d.x.dtype
     )
     return seeded(nn.GraphConv, 7, 4)(d.x, edges, weight)
-
-
-def _link_split(nn, d):
-    split = T.RandomLinkSplit(num_val=0.1, num_test=0.1)
-    train, _, test = split(copy.copy(d))
-    z = gcn(nn, train)
-    return [
-        pairs(z, part.edge_label_index) + part.edge_label.sum()
-        for part in (train, test)
-    ]
 
 
 class Encoder(torch.nn.Module):
@@ -136,14 +129,6 @@ def _around(nn, d):
     return found
 
 
-def _written_by_mask(nn, d):
-    mask = torch.zeros(d.num_nodes, dtype=torch.bool, device=d.x.device)
-    mask[d.train_mask] = True
-    rows = torch.zeros(d.num_nodes, 3, device=d.x.device)
-    rows[d.train_mask] = d.x[d.train_mask][:, :3]
-    return d.x[mask], rows
-
-
 def _written_by_id(nn, d):
     """Of several rows for one id, the last stays."""
     number, rows, mark = d.y.clone(), d.x.clone(), d.y > 9
@@ -151,6 +136,139 @@ def _written_by_id(nn, d):
     rows[d.edge_index[0]] = d.x[d.edge_index[1]]
     mark[d.edge_index[0]] = True
     return [number, rows, mark]
+
+
+def slopes(loss, *modules):
+    loss.backward()
+    return [loss.detach(), *(p.grad for m in modules for p in m.parameters())]
+
+
+def relations(d):
+    return d.edge_index.sum(0) % 3
+
+
+def _trained(nn, train):
+    """As PyG's example: negatives drawn anew, behind the positives."""
+    encoder = seeded(nn.GCN, 7, 8, 2, 4)
+    z = encoder(train.x, train.edge_index)
+    count = train.edge_label_index.size(1)
+    negative = U.negative_sampling(train.edge_index, train.num_nodes, count)
+    edges = torch.cat([train.edge_label_index, negative], dim=-1)
+    zeros = train.edge_label.new_zeros(negative.size(1))
+    label = torch.cat([train.edge_label, zeros])
+    return slopes(loss_of(pairs(z, edges).view(-1), label), encoder)
+
+
+def _split_after(nn, d):
+    split = T.RandomLinkSplit(0.1, 0.2, add_negative_train_samples=False)
+    return _trained(nn, split(copy.copy(d))[0])
+
+
+def _split_before(nn, d):
+    train = T.RandomLinkSplit(0.1, 0.2)(graph())[0]
+    if nn is pyg_distcomm.nn:
+        train = pdc.partition(train, worlds.mesh(), "random")
+    return _trained(nn, train)
+
+
+def _perceptron(nn, d):
+    train = T.RandomLinkSplit(0.1, 0.2)(copy.copy(d))[0]
+    encoder, decoder = seeded(nn.SAGEConv, 7, 4), seeded(nn.MLP, [8, 8, 1], norm=None)
+    z = encoder(train.x, train.edge_index)
+    source, target = train.edge_label_index
+    out = decoder(torch.cat([z[source], z[target]], -1)).view(-1)
+    return slopes(loss_of(out, train.edge_label), encoder, decoder)
+
+
+def _distmult(nn, d):
+    encoder, weight = seeded(nn.RGCNConv, 7, 4, 3, num_bases=2), torch.randn(3, 4)
+    weight, kind = torch.nn.Parameter(weight.to(d.x.device)), relations(d)
+    z = encoder(d.x, d.edge_index, kind)
+    negative = U.negative_sampling(d.edge_index, d.num_nodes)
+    ends = d.edge_index, negative
+    scores = [(z[e[0]] * weight[kind] * z[e[1]]).sum(1) for e in ends]
+    label = torch.cat([torch.ones_like(scores[0]), torch.zeros_like(scores[1])])
+    loss = loss_of(torch.cat(scores), label) + z.pow(2).mean() + weight.pow(2).mean()
+    return [*slopes(loss, encoder), weight.grad]
+
+
+class Variational(torch.nn.Module):
+    def __init__(self, nn):
+        super().__init__()
+        self.mu, self.logstd = seeded(nn.GCNConv, 7, 6), nn.GCNConv(7, 6)
+
+    def forward(self, x, edge_index):
+        return self.mu(x, edge_index), self.logstd(x, edge_index)
+
+
+def autoencoder(kind):
+    def run(nn, d):
+        encoder = Variational(nn) if kind == "VGAE" else seeded(nn.GCNConv, 7, 6)
+        model = getattr(nn, kind)(encoder)
+        split = T.RandomLinkSplit(
+            0.1, 0.2, split_labels=True, add_negative_train_samples=False
+        )
+        train, _, test = split(copy.copy(d))
+        z = model.encode(train.x, train.edge_index)
+        loss = model.recon_loss(z, train.pos_edge_label_index)
+        loss = loss + (model.kl_loss() if kind == "VGAE" else 0)
+        found = slopes(loss, model)
+        z = z.detach()
+        scores = model.test(z, test.pos_edge_label_index, test.neg_edge_label_index)
+        return [*found, *scores, model.decoder.forward_all(z)]
+
+    return run
+
+
+def head(kind):
+    def run(nn, d):
+        model = seeded(getattr(nn, kind), d.num_nodes, 3, 8).double()
+        (source, target), kinds = d.edge_index, relations(d)
+        found = slopes(model.loss(source, kinds, target), model)
+        few = [ids[:4] for ids in (source, kinds, target)]
+        scores = model.test(*few, batch_size=32, log=False)
+        return [*found, model(source, kinds, target), *scores]
+
+    return run
+
+
+def _signed(nn, d):
+    model = seeded(nn.SignedGCN, 7, 8, 2)
+    kept = d.edge_index.sum(0) % 2 == 0
+    positive, negative = d.edge_index[:, kept], d.edge_index[:, ~kept]
+    train, test = model.split_edges(positive)
+    z = model(d.x, train, negative)
+    found = slopes(model.loss(z, train, negative), model)
+    return [*found, *model.test(z.detach(), test, negative)]
+
+
+def _recommended(nn, d):
+    model = seeded(nn.LightGCN, d.num_nodes, 8, 2).double()
+    known = d.edge_index[:, d.edge_index[0] < d.edge_index[1]]
+    positive = known[:, torch.randperm(known.size(1))[:20]]
+    drawn = torch.randint(0, d.num_nodes, (20,)).to(d.x.device)
+    edges = torch.cat([positive, torch.stack([positive[0], drawn])], dim=1)
+    high, low = model(d.edge_index, edges).chunk(2)
+    loss = model.recommendation_loss(high, low, node_id=edges.unique())
+    found = slopes(loss, model)
+    with torch.no_grad():
+        z = model.get_embedding(d.edge_index)
+        scores = z[:30] @ z[30:].t()
+        scores[positive[0] % 30, positive[1] % 30] = float("-inf")
+    return [*found, scores, model.recommend(d.edge_index, k=3)]
+
+
+def _by_ogb(nn, d):
+    evaluator = importlib.import_module("ogb.linkproppred").Evaluator
+    z = seeded(nn.GCNConv, 7, 4)(d.x, d.edge_index).detach()
+    drawn = torch.randint(0, d.num_nodes, (d.num_edges, 9))
+    others = [(z[d.edge_index[0]] * z[drawn[:, k]]).sum(-1) for k in range(9)]
+    given = {"y_pred_pos": pairs(z, d.edge_index)}
+    found = evaluator("ogbl-citation2").eval(
+        given | {"y_pred_neg": torch.stack(others, 1)}
+    )
+    hits = evaluator("ogbl-collab").eval(given | {"y_pred_neg": others[0]})
+    return [*found.values(), *hits.values()]
 
 
 CASES = {
@@ -161,7 +279,6 @@ CASES = {
     "RandomNodeSplit": lambda nn, d: d.x[
         T.RandomNodeSplit(num_val=5, num_test=5)(d).train_mask
     ],
-    "RandomLinkSplit": _link_split,
     "LocalDegreeProfile": lambda nn, d: T.LocalDegreeProfile()(d).x,
     "OneHotDegree": lambda nn, d: T.OneHotDegree(60)(d).x,
     "AddRandomWalkPE": lambda nn, d: T.AddRandomWalkPE(3, None)(d).x,
@@ -170,9 +287,6 @@ CASES = {
         nn, d, U.dropout_node(d.edge_index, p=0.3, num_nodes=d.num_nodes)[0]
     ),
     "data.subgraph": lambda nn, d: gcn(nn, d.subgraph(d.y > 0)),
-    "negative_sampling": lambda nn, d: pairs(
-        gcn(nn, d), U.negative_sampling(d.edge_index, d.num_nodes)
-    ),
     "data.edge_subgraph": lambda nn, d: gcn(
         nn, d.edge_subgraph(torch.arange(d.num_edges) % 2 == 0)
     ),
@@ -181,12 +295,6 @@ CASES = {
     ),
     "narrow": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, start=2, length=9)),
     "narrow from the end": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, -9, 9)),
-    "batched_negative_sampling": lambda nn, d: pairs(
-        gcn(nn, d),
-        U.batched_negative_sampling(
-            d.edge_index, torch.arange(d.num_nodes, device=d.x.device) // 20
-        ),
-    ),
     "coalesce": lambda nn, d: gcn(nn, d, U.coalesce(d.edge_index)),
     "coalesce of a tree": lambda nn, d: U.coalesce(d.edge_index[:, : d.num_nodes - 1]),
     "edges in a row": lambda nn, d: gcn(nn, d, U.narrow(d.edge_index, 1, 30, 99)),
@@ -198,6 +306,7 @@ CASES = {
     "torch.sparse": lambda nn, d: [
         U.to_torch_coo_tensor(d.edge_index).to_dense(),
         U.to_torch_csr_tensor(d.edge_index, d.edge_index[0] * 0.5).to_dense(),
+        U.to_torch_coo_tensor(d.edge_index) @ torch.ones(d.num_nodes, 3),
     ],
     "times x": lambda nn, d: T.ToSparseTensor()(d).adj_t @ d.x,
     "train on parts": lambda nn, d: [
@@ -214,7 +323,6 @@ CASES = {
     "is_undirected": lambda nn, d: torch.tensor(
         [U.is_undirected(e) for e in (d.edge_index, U.to_undirected(d.edge_index))]
     ),
-    "degree": lambda nn, d: U.degree(d.edge_index[0], d.num_nodes),
     "DeepGraphInfomax": _infomax,
     "CorrectAndSmooth": _smoothed,
     "LINKX": lambda nn, d: seeded(nn.LINKX, d.num_nodes, 7, 8, 4, 2)(d.x, d.edge_index),
@@ -241,9 +349,18 @@ CASES = {
         d.y[d.edge_index],
     ],
     "written by id": _written_by_id,
-    "written by mask": _written_by_mask,
     "DataLoader": _batches,
+    "split after the cut": _split_after,
+    "split before the cut": _split_before,
+    "perceptron": _perceptron,
+    "distmult": _distmult,
+    **{kind: autoencoder(kind) for kind in ("GAE", "VGAE")},
+    **{kind: head(kind) for kind in ("DistMult", "ComplEx", "TransE", "RotatE")},
+    "signed": _signed,
+    "recommended": _recommended,
 }
+if importlib.util.find_spec("ogb"):
+    CASES["OGB's evaluators"] = _by_ogb
 
 
 def graph():
@@ -574,3 +691,43 @@ def test_what_one_rank_selects_otherwise_is_noticed_on_all_when_it_is_read():
             _read(run(share, mesh.rank == mesh.size - 1), share.x)
         assert "waited" not in str(told.value), name
         _read(run(share, False), share.x)  # and alike, it is taken
+
+
+def drawn():
+    mesh = worlds.mesh()
+    random.seed(mesh.rank)  # as Python does in each process
+    share = pdc.partition(GRAPHS["directed"](), mesh, "random")
+    negative = U.negative_sampling(share.edge_index, share.num_nodes)
+    train = T.RandomLinkSplit(0.1, 0.2)(copy.copy(share))[0]
+    assert train.edge_label_index.size(1) == len(train.edge_label)
+    torch.manual_seed(mesh.rank)
+    with pytest.raises(ValueError, match="seed_everything"):
+        T.RandomLinkSplit(0.1, 0.2)(copy.copy(share))
+    return negative.tolist(), train.edge_label_index.full_tensor().tolist()
+
+
+@pytest.mark.parametrize("size", [2, tiers.rarely(3)])
+@worlds.on()
+def test_negatives_are_those_of_one_process(size):
+    mesh, data = worlds.mesh(), GRAPHS["directed"]()
+    share = pdc.partition(data, mesh, "random")
+    batch = torch.arange(data.num_nodes) // 20
+    found = []
+    for edges in (data.edge_index, share.edge_index):
+        random.seed(5)
+        mesh.ledger.reset()
+        drawn = [
+            U.negative_sampling(edges, data.num_nodes, 40),
+            U.negative_sampling(edges, data.num_nodes, force_undirected=True),
+            U.negative_sampling(edges, (data.num_nodes, data.num_nodes)),
+            U.batched_negative_sampling(edges, batch.to(edges.device)),
+            U.negative_sampling(edges, data.num_nodes, method="dense"),
+        ]
+        found.append(drawn)
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_negatives_are_the_same_on_all_ranks():
+    first, second = worlds.run(drawn, 2)
+    assert first == second
