@@ -19,9 +19,9 @@ from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.launch import context_of_ranks
 from pyg_distcomm.loader import NeighborLoader, TemporalDataLoader
 
+RANKED = "RANK", "LOCAL_RANK", "PYTHONHASHSEED"
 NAMES = "zeta alpha mid beta omega pi".split()
 ENDS = [("b", "of", "a"), ("a", "to", "c"), ("c", "by", "b")]
 
@@ -173,36 +173,29 @@ def on_ranks_with_hash_seeds():
     assert all(other == every[0] for other in every), every
 
 
-def on_rank_0(environment):
-    os.environ.update(environment)
-    on_ranks_with_hash_seeds()
-
-
 @pytest.mark.subprocess
 def test_ranks_whose_strings_hash_apart_list_alike():
     with closing(socket.socket()) as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    here = given | {"RANK": "0", "LOCAL_RANK": "0"}
-    first = context_of_ranks("warm").Process(target=on_rank_0, args=(here,))
-    first.start()
-    there = given | {"RANK": "1", "LOCAL_RANK": "1", "PYTHONHASHSEED": "1"}
-    second = subprocess.Popen(
-        [sys.executable, __file__],
-        env=os.environ | there,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__],
+            env=os.environ | given | dict.fromkeys(RANKED, rank),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in "01"
+    ]
     try:
-        told, _ = second.communicate(timeout=300)
-        assert second.returncode == 0, told
-        first.join(60)
-        assert first.exitcode == 0
+        for rank in ranks:
+            told, _ = rank.communicate(timeout=300)
+            assert rank.returncode == 0, told
     finally:
-        first.kill()
-        second.kill()
+        for rank in ranks:
+            rank.kill()
 
 
 if __name__ == "__main__":

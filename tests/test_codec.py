@@ -12,6 +12,7 @@ import torch
 
 from pyg_distcomm import kernels
 from pyg_distcomm.halo.codec import (
+    LEVELS,
     packed_bytes,
     unpack,
 )
@@ -20,13 +21,16 @@ from pyg_distcomm.halo.codecs import (
     Cast,
     Chain,
     ColumnMask,
+    DegreeBits,
     Plain,
     Quantise,
+    RangeBits,
     RngKey,
     RowSample,
     codec_of,
 )
 from pyg_distcomm.halo.exchange import Packing
+from pyg_distcomm.halo.state import codec_state, read_codec
 from pyg_distcomm.kernels import codec_cpu, codec_ops
 from pyg_distcomm.kernels.registry import Op
 
@@ -50,6 +54,7 @@ CHAINS = [
 ]
 CASTS = [Cast(torch.float16), Cast(torch.bfloat16)]
 EVERY = [Plain(), *CASTS, *NEAR, *RANDOM, *MASKS, *CHAINS]
+GRADED = [*map(DegreeBits, LEVELS), *(RangeBits(b) for b in (1, 1.5, 2, 3.75, 8))]
 UNBIASED = [c for c in EVERY if c.unbiased and c.keyed]
 
 
@@ -61,7 +66,8 @@ def rows(dtype=torch.float32, scale=1.0, m=60, f=33, seed=0):
 
 
 def draw_of(m, key=77, first=0):
-    return RngKey(key, torch.arange(first, first + m) * 3)
+    degree = torch.randint(6, (m,), generator=torch.Generator().manual_seed(m))
+    return RngKey(key, torch.arange(first, first + m) * 3, None, degree)
 
 
 def there_and_back(codec, x, out=None, draw=None, index=None):
@@ -76,7 +82,7 @@ def there_and_back(codec, x, out=None, draw=None, index=None):
     return out
 
 
-@tiers.cover(("dtype", "codec"), FLOATS, EVERY, ids=str)
+@tiers.cover(("dtype", "codec"), FLOATS, [*EVERY, *GRADED], ids=str)
 def test_shapes_bytes_and_out(codec, dtype):
     for m, f in ((0, 5), (4, 0), (1, 1), (3, 7), (5, 1), (9, 33)):
         x = rows(dtype, m=m, f=f)
@@ -319,15 +325,92 @@ def test_chain_bytes_and_what_is_refused():
         Quantise(1).with_rate(3)
 
 
+# Bits of their own, by in-degree or by range ------------------------------------------
+
+ON_PLACES = pytest.mark.usefixtures("place")
+
+
+def test_bytes_of_groups_and_of_budgets():
+    # quarters of 40 rows of 16 numbers in 1, 2, 4 and 8 bits, four bytes per row
+    assert DegreeBits(1).wire_bytes(40, 16) == 10 * 16 * 15 // 8 + 160
+    assert DegreeBits(4).wire_bytes(40, 16) == 20 * 16 * 12 // 8 + 160
+    assert DegreeBits(8).wire_bytes(40, 16) == Quantise(8).wire_bytes(40, 16)
+    assert RangeBits(2).wire_bytes(40, 16) == 10 + 160 + (16 * 80 + 28) // 8
+
+
+def _written_as_if_alone(codec, x, draw, bits):
+    """Checks that each row arrives as Quantise brings it alone, in so many bits."""
+    out = torch.empty_like(x)
+    codec.decode(codec.encode(x, draw), out, draw)
+    for row, b in bits.items():
+        one, alone = x[row : row + 1], RngKey(draw.key, draw.gid[row : row + 1])
+        own, want = Quantise(b, "stochastic"), torch.empty_like(one)
+        own.decode(own.encode(one, alone), want, alone)
+        assert torch.equal(out[row], want[0]), (row, b)
+
+
+@ON_PLACES
+def test_rows_of_greater_degree_get_more_bits_and_ties_go_by_place():
+    degree = torch.tensor([3, 0, 9, 9, 1, 9, 2, 9])
+    bits = {1: 1, 4: 1, 6: 2, 0: 2, 2: 4, 3: 4, 5: 8, 7: 8}
+    draw = RngKey(1, torch.arange(8), None, degree)
+    _written_as_if_alone(DegreeBits(1), rows(torch.float64, m=8), draw, bits)
+
+
+@ON_PLACES
+@pytest.mark.parametrize("mean", [1, 1.7, 3.0, 8])
+def test_rows_of_a_range_are_written_as_if_alone_in_their_bits(mean):
+    x, codec = rows(torch.float64, m=9), RangeBits(mean)
+    bits = {row: LEVELS[k] for row, k in enumerate(codec.levels(x).tolist())}
+    _written_as_if_alone(codec, x, RngKey(3, torch.arange(9) * 5), bits)
+
+
+@ON_PLACES
+@pytest.mark.parametrize("mean", [1, 1.4, 2, 3, 5.2, 8])
+def test_no_other_bits_err_less_for_as_many_bytes(mean):
+    x = rows(torch.float64, m=5)
+    span = x.amax(1) - x.amin(1)
+    level = RangeBits(mean).levels(x)
+
+    def error(levels):
+        steps = torch.tensor([2 ** LEVELS[k] - 1 for k in levels], dtype=x.dtype)
+        return float((span / steps).square().sum())
+
+    def spent(levels):
+        return sum(LEVELS[k] for k in levels)
+
+    chosen = level.tolist()
+    assert spent(chosen) <= mean * 5
+    assert spent(chosen) > mean * 5 - 4 or chosen == [3] * 5
+    for other in itertools.product(range(4), repeat=5):
+        if spent(other) <= spent(chosen):
+            assert error(other) >= error(chosen) * (1 - 1e-12), other
+
+
+def test_constant_rows_arrive_and_what_is_no_number_is_refused():
+    for codec in GRADED:
+        x = torch.full((6, 9), 0.1, dtype=torch.float64)
+        x[::2] = 0.0
+        out = torch.empty_like(x)
+        assert torch.equal(
+            codec.decode(codec.encode(x, draw_of(6)), out, draw_of(6)), x
+        )
+        x[4, 3] = torch.nan
+        with pytest.raises(ValueError, match="row 4 of a message holds nan"):
+            codec.encode(x, draw_of(6), where="layer 1")
+    with pytest.raises(ValueError, match="in-degrees of 6 rows"):
+        DegreeBits().encode(x, RngKey(1, torch.arange(6)))
+
+
 # Parcels ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", EVERY, ids=str)
+@pytest.mark.parametrize("codec", [*EVERY, *GRADED], ids=str)
 def test_messages_are_split_alike_on_both_ends(codec):
     n, f, counts = 50, 19, [7, 0, 13, 1]
     x = rows(m=n, f=f).relu()
     index = torch.randint(0, n, (sum(counts),))
-    draw = RngKey(4, torch.arange(sum(counts)) + 5)
+    draw = draw_of(sum(counts))
     before = torch.get_rng_state()
     plan = Packing.of(codec, x, counts, draw, index)
     message, sizes = plan.write(x, draw), plan.sizes
@@ -357,6 +440,8 @@ def test_names_and_bad_arguments():
         (lambda: Cast(torch.float32), "float16 or"),
         (lambda: Quantise(3), "bits=3"),
         (lambda: Quantise(1, "up"), "rounding='up'"),
+        (lambda: DegreeBits(3), "begins at 1, 2, 4 or 8"),
+        (lambda: RangeBits(0.5), "between 1 and 8"),
         (lambda: ColumnMask(0.5), "rate=0.5"),
         (lambda: ColumnMask(NAN), "rate=nan"),
         (lambda: ColumnMask(2, "random"), "pick='random'"),
@@ -365,13 +450,15 @@ def test_names_and_bad_arguments():
             make()
 
 
-def test_flags():
+def test_flags_and_what_is_saved():
     linear = [Plain(), *MASKS, CHAINS[4]]
     assert [c for c in EVERY if c.linear] == linear
     scaled = [c for c in MASKS if c.scaled and c.keyed]
     unbiased = [Plain(), *RANDOM, *scaled, CHAINS[1]]
     assert [c for c in EVERY if c.unbiased] == unbiased
     assert len(set(EVERY)) == len(EVERY)  # codecs are values
+    for codec in (*EVERY, *GRADED):
+        assert read_codec(codec_state(codec)) == codec
 
 
 @pytest.mark.parametrize("codec", EVERY, ids=str)

@@ -87,6 +87,9 @@ def test_random_is_even_and_follows_its_seed():
     assert sorted(first.sizes) == [250, 250, 250, 251]
     assert not first.same_as(other)
     assert not first.same_as(cut(NONE, 1001, 4, "block"))
+    edges = random_graph(99, 400)
+    one, other = (cut(edges, 99, 4, "stream", seed=seed) for seed in (0, 1))
+    assert not one.same_as(other)
 
 
 @pytest.mark.parametrize("method", ["ldg", "metis"])
@@ -99,10 +102,11 @@ def test_joined_cliques_are_found(method):
     assert figures.edge_cut == 8  # four joins, both ways
 
 
+@pytest.mark.parametrize("method", ["ldg", "stream"])
 @pytest.mark.parametrize("balance", [1.0, 1.1])
-def test_ldg_never_exceeds_its_capacity(balance):
+def test_no_part_exceeds_its_capacity(balance, method):
     edge_index = torch.stack([torch.zeros(996).long(), torch.arange(1, 997)])  # a star
-    found = cut(edge_index, 997, 9, "ldg", balance=balance)
+    found = cut(edge_index, 997, 9, method, balance=balance)
     assert max(found.sizes) <= max(-(-997 // 9), int(balance * 997 / 9))
 
 
@@ -198,16 +202,16 @@ def test_a_wrong_owner_vector_is_refused(owner, error, words):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="block, random, ldg, metis, grid, stream"):
-        cut(NONE, 3, 2, "louvain")
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        cut(NONE, 3, 0)
-    with pytest.raises(TypeError, match="must be an int"):
-        cut(NONE, 3, 2.0)
-    with pytest.raises(ValueError, match=r"must be 1 or more, got 0\.5"):
-        cut(random_graph(99, 99), 99, 2, "ldg", balance=0.5)
-    with pytest.raises(ValueError, match=r"bool \[9\], one entry per node"):
-        cut(random_graph(9, 9), 9, 2, "ldg", train_mask=torch.ones(8).bool())
+    edges, mask = random_graph(9, 9), torch.ones(8).bool()
+    for parts, method, options, told in (
+        (2, "louvain", {}, "block, random, ldg, metis, grid, stream"),
+        (0, "block", {}, "at least 1, got 0"),
+        (2.0, "block", {}, "must be an int"),
+        (2, "ldg", {"balance": 0.5}, r"must be 1 or more, got 0\.5"),
+        (2, "ldg", {"train_mask": mask}, r"bool \[9\], one entry per node"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=told):
+            cut(edges, 9, parts, method, **options)
 
 
 @pytest.mark.parametrize(
@@ -250,14 +254,14 @@ def test_partition_answers():
     assert repr(Partition.from_owner([0], 1)) == "Partition(1 nodes on 1 part, 1 each)"
     assert found.gids(2).tolist() == [0, 2, 3]
     assert found.gids(1).dtype == found.owner_of(torch.tensor([1])).dtype == torch.int64
-    with pytest.raises(ValueError, match=r"got part 3, but the parts are 0 .. 2"):
-        found.gids(3)
-    with pytest.raises(ValueError, match=r"node id -1, but the graph's ids are 0 .. 3"):
-        found.owner_of(torch.tensor([0, -1]))
-    with pytest.raises(ValueError, match="node id 4"):
-        found.owner_of(torch.tensor([4]))
-    with pytest.raises(TypeError, match="must be integers"):
-        found.owner_of(torch.tensor([1.0]))
+    for method, given, told in (
+        (found.gids, 3, r"got part 3, but the parts are 0 .. 2"),
+        (found.owner_of, torch.tensor([0, -1]), "node id -1, but .* ids are 0 .. 3"),
+        (found.owner_of, torch.tensor([4]), "node id 4"),
+        (found.owner_of, torch.tensor([1.0]), "must be integers"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=told):
+            method(given)
 
 
 def test_digest_tells_partitions_apart():

@@ -23,7 +23,7 @@ from pyg_distcomm.partition import (
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder
-from pyg_distcomm.partition.partition import Partition, imbalance, report
+from pyg_distcomm.partition.partition import imbalance, report
 
 pa = pytest.importorskip("pyarrow")
 from pyarrow import csv, parquet  # noqa: E402
@@ -399,18 +399,6 @@ def test_streaming_takes_a_fixed_memory_for_each_node():
     finally:
         tracemalloc.stop()
     assert held < n * (50 + 6 * parts) + 2 * 16 * cutters.CHUNK + 2**21
-
-
-def test_streaming_options():
-    edges, n = communities(4, 20, 4)
-    mixed = torch.randint(0, n, (2, 400), generator=torch.Generator().manual_seed(0))
-    one, other = (cut(mixed, n, 4, "stream", seed=seed, balance=1.2) for seed in (0, 1))
-    assert not one.same_as(other)
-    with pytest.raises(ValueError, match=r"must be 1 or more, got 0\.9"):
-        cut(edges, n, 4, "stream", balance=0.9)
-    tight = cut(edges, n, 4, "stream", balance=1.0)
-    assert tight.sizes == (20,) * 4
-    assert isinstance(cutters.stream(cutters.TensorEdges(edges), 3 * n, 5), Partition)
 
 
 # Tables of Arrow -------------------------------------------------------------------------
