@@ -878,35 +878,13 @@ def dropped_late(out, batch):
     return (F.nll_loss(out[:n], batch.y[:n], reduction="none") * noise).mean()
 
 
-def in_place(out, batch):
-    out += 1
-    out.mul_(0.5)
-    return seeds(out, batch)
-
-
-def two_results(out, batch):
-    best, at = out.max(-1)
-    n = batch.batch_size
-    return best[:n].mean() + out[:, :2][:n].square().mean() + 0 * at[:n].sum()
-
-
 def all_rows(out, batch):
     return F.cross_entropy(out, batch.y)
 
 
-def masked_rows(out, batch):
-    return F.cross_entropy(out[batch.y > 1], batch.y[batch.y > 1])
-
-
 KINDS = dict.fromkeys(("seeds", "seeds inside", "a data object", "attention"), seeds)
 KINDS |= dict.fromkeys(("batch norm", "spectral norm", "counts"), seeds)
-KINDS |= {
-    "dropout behind it": dropped_late,
-    "changed in place": in_place,
-    "two results": two_results,
-    "all rows": all_rows,
-    "a mask of rows": masked_rows,
-}
+KINDS |= {"dropout behind it": dropped_late, "all rows": all_rows}
 
 
 def loss_of(model, batch):
