@@ -242,23 +242,20 @@ def test_bad_ids_of_one_rank_are_refused_on_all():
 def _misfit():
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["undirected"](), mesh, "block")
-    with pytest.raises(ValueError, match="an embedding of 7 nodes"):
-        pdc.DistEmbedding(7, DIM, like=share)
-    for n, dim, said in (
-        (N, 3 + mesh.rank, "the same embedding_dim: it is 3 on rank 0"),
-        (N, -1, "whole numbers of at least 0, got -1"),
-        (N + mesh.rank, DIM, "rank 1: an embedding of 51 nodes"),
+    for n, dim, like, said in (
+        (7, DIM, share, "an embedding of 7 nodes"),
+        (N, 3 + mesh.rank, share, "the same embedding_dim: it is 3 on rank 0"),
+        (N, -1, share, "whole numbers of at least 0, got -1"),
+        (N + mesh.rank, DIM, share, "rank 1: an embedding of 51 nodes"),
+        (N, DIM, 3 if mesh.rank else share, "rank 1: like says which rank"),
+        (N, DIM, 3, "a Mesh; got a int"),
     ):
-        with pytest.raises(ValueError, match=said):
-            pdc.DistEmbedding(n, dim, like=share)
-    with pytest.raises((TypeError, ValueError), match="rank 1: like says which rank"):
-        pdc.DistEmbedding(N, DIM, like=3 if mesh.rank else share)
+        with pytest.raises((TypeError, ValueError), match=said):
+            pdc.DistEmbedding(n, dim, like=like)
     with pytest.raises(TypeError, match="takes the model"):
         pdc.clip_grad_norm_([], 1.0)
     with pytest.raises(ValueError, match="a number above 0, got 0"):
         pdc.clip_grad_norm_(torch.nn.Linear(1, 1), 1.0, 0)
-    with pytest.raises(TypeError, match="a Mesh; got a int"):
-        pdc.DistEmbedding(N, DIM, like=3)
     with pytest.raises(TypeError, match="tensor of 2 dims"):
         pdc.DistEmbedding.from_pretrained(torch.zeros(3, 2))
     learnt = pdc.DistEmbedding.from_pretrained(share.x, freeze=False)
@@ -354,16 +351,13 @@ def test_a_route_of_changed_ids_is_not_taken(size):
         ):
             assert torch.equal(emb(batch.n_id), batch.x)
     other = pdc.DistEmbedding(N + 1, DIM, like=mesh)
-    with pytest.raises(ValueError, match="with 51 rows, and a graph with 50 nodes"):
-        DistNeighborLoader(share, [2], options=LoaderOptions(embedding=other))
-    with pytest.raises(TypeError, match="must be a DistEmbedding"):
-        DistNeighborLoader(
-            share, [2], options=LoaderOptions(embedding=share.x.to_local())
-        )
-    with pytest.raises(ValueError, match="embedding is for a graph spread"):
-        DistNeighborLoader(
-            GRAPHS["undirected"](), [2], options=LoaderOptions(embedding=emb)
-        )
+    for data, given, said in (
+        (share, other, "with 51 rows, and a graph with 50 nodes"),
+        (share, share.x.to_local(), "must be a DistEmbedding"),
+        (GRAPHS["undirected"](), emb, "embedding is for a graph spread"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=said):
+            DistNeighborLoader(data, [2], options=LoaderOptions(embedding=given))
     share.x.requires_grad_()
     with pytest.raises(TypeError, match=r"DistEmbedding.from_pretrained\(data.x"):
         DistNeighborLoader(share, [2])

@@ -372,6 +372,7 @@ def test_ranks_that_compute_differently_all_raise():
         with pytest.raises(ValueError, match=words):  # noqa: PT012 - scripts go on
             differs()
             (x + 1).sum()
+    alike.same(share.x, generated(20).x)  # the mesh is as good as before
 
 
 def _dropout_ends_on_one_rank():
@@ -389,7 +390,7 @@ def test_dropout_that_one_rank_leaves_out_is_found():
 
 
 @worlds.on(2)
-def test_parts_of_weights_and_frozen_ones_that_differ_are_refused():
+def test_parts_of_weights_are_refused():
     mesh = worlds.mesh()
     share = pdc.partition(generated(20), mesh, "random")
     ranks = init_device_mesh("cpu", (mesh.size,))
@@ -401,10 +402,6 @@ def test_parts_of_weights_and_frozen_ones_that_differ_are_refused():
         row(share.x)
     with pytest.raises(TypeError, match=r"tensor parallelism \(DTensor"):
         share.x @ row.weight.t()
-    torch.manual_seed(mesh.rank)
-    row = torch.nn.Linear(share.x.size(1), 4).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"ranks .* differ"):
-        row(share.x * 2)
 
 
 def test_pyg_layers_are_scripted_as_without_this_package():

@@ -195,12 +195,13 @@ def test_states_that_do_not_fit_are_refused():
     for other in (nodes(batch_size=8), nodes(input_nodes=torch.arange(9))):
         with pytest.raises(ValueError, match="other inputs, batch size or shuffling"):
             other.load_state_dict(state)
-    with pytest.raises(ValueError, match="'epoch'"):
-        nodes().load_state_dict({"seed": 1, "batches": 0, "inputs": ""})
-    with pytest.raises(ValueError, match="split over 2 ranks, and this one"):
-        nodes().load_state_dict({**state, "ranks": 2})
-    for wrong in (None, 3, [], {**state, "made_from": None}, {**state, "batches": -1}):
-        with pytest.raises(ValueError, match="not the state of a loader"):
+    no_state = None, 3, [], {**state, "made_from": None}, {**state, "batches": -1}
+    for wrong, told in (
+        ({"seed": 1, "batches": 0, "inputs": ""}, "'epoch'"),
+        ({**state, "ranks": 2}, "split over 2 ranks, and this one"),
+        *((wrong, "not the state of a loader") for wrong in no_state),
+    ):
+        with pytest.raises(ValueError, match=told):
             nodes().load_state_dict(wrong)
     timed, weighed = graph(), graph()
     for name in ("one", "two"):

@@ -325,27 +325,19 @@ def test_classes_are_drawn_alike():
 
 
 def test_what_cannot_be_is_refused():
-    data, share = graph(), pdc.partition(graph(), worlds.mesh())
-    with pytest.raises(ValueError, match="num_parts must be at least 1"):
-        RandomNodeLoader(data, 0)
-    with pytest.raises(ValueError, match="leave input_nodes out"):
-        RandomNodeLoader(data, 2, input_nodes=torch.arange(3))
-    with pytest.raises(ValueError, match="every rank needs them"):
-        GraphSAINTNodeSampler(share, 3, options=LoaderOptions(topology="partitioned"))
-    with pytest.raises(ValueError, match="rename them"):
-        GraphSAINTNodeSampler(Data(**{**data.to_dict(), "node_norm": data.y}), 3)
-    with pytest.raises(ValueError, match="num_steps must be 0 or more, got -1"):
-        GraphSAINTNodeSampler(data, 3, num_steps=-1)
-    with pytest.raises(TypeError, match="batch_size must be a whole number"):
-        GraphSAINTNodeSampler(data, 2.5)
-    with pytest.raises(TypeError, match="takes a HeteroData"):
-        HGTLoader(data, [2], None)
-    with pytest.raises(ValueError, match="the node types are"):
-        HGTLoader(hetero(), {"venue": [2]}, "paper")
-    with pytest.raises(TypeError, match="takes a Data"):
-        ShaDowKHopSampler(hetero(), 1, 2)
-    with pytest.raises(TypeError, match="takes a Data with an edge_index"):
-        ClusterData(hetero(), 2)
+    data, saint = graph(), GraphSAINTNodeSampler
+    named = Data(**{**data.to_dict(), "node_norm": data.y})
+    for kind, told, make, *given in (
+        (ValueError, "rename them", saint, named, 3),
+        (ValueError, "num_steps must be 0 or more, got -1", saint, data, 3, -1),
+        (TypeError, "batch_size must be a whole number", saint, data, 2.5),
+        (TypeError, "takes a HeteroData", HGTLoader, data, [2], None),
+        (ValueError, "node types are", HGTLoader, hetero(), {"venue": [2]}, "paper"),
+        (TypeError, "takes a Data", ShaDowKHopSampler, hetero(), 1, 2),
+        (TypeError, "takes a Data with an edge_index", ClusterData, hetero(), 2),
+    ):
+        with pytest.raises(kind, match=told):
+            make(*given)
     with pytest.raises(NotImplementedError, match="base class"):
         next(iter(GraphSAINTSampler(data, 3)))
 
