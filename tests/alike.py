@@ -59,6 +59,15 @@ def same(got, want, what="", **close):
         assert got == want, what
 
 
+def learnt(layer, x, *more):
+    """What a layer gives of rows, and all gradients of the sum of its squares."""
+    layer.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    out = layer(x, *more)
+    out.square().sum().backward()
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
 def step(function, x, *more):
     """What a function returns of rows, and their gradient by numbers of its shape."""
     x = x.detach().clone().requires_grad_()

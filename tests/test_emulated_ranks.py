@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import alike
 import tiers
 import torch
 import worlds
-from links import ONE
+from links import ONE, Net
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
@@ -24,7 +23,6 @@ from pyg_distcomm.halo.codecs import (
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.staleness import Drift
-from pyg_distcomm.nn import DistGCNConv
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # links.py is here, too
 
@@ -76,8 +74,7 @@ def test_links_are_as_defined(name, size, graph, cutter):
     share = pdc.partition(data, mesh, owners(cutter, data, size), link=link)
     edges = share.edge_index.with_halo("rows").with_ordering(keep_inputs=False)
     torch.manual_seed(3)
-    pairs = itertools.pairwise(WIDTHS)
-    layers = torch.nn.ModuleList(DistGCNConv(a, b) for a, b in pairs).double()
+    ours = Net(widths=WIDTHS).double()
     torch.manual_seed(3)
     net = EmulatedGCN(WIDTHS, keep=False).double()
     owner = share.edge_index.nodes.partition.owner.long()
@@ -86,11 +83,7 @@ def test_links_are_as_defined(name, size, graph, cutter):
     for t in range(9):
         wave = 1.0 + 1.0 / (1 + t) ** 2  # inputs change fast at first, and then hardly
         mesh.ledger.reset()
-        x = start = (share.x * wave).requires_grad_()
-        for number, layer in enumerate(layers):
-            x = layer(x.relu() if number else x, edges)
-        layers.zero_grad()
-        x.square().sum().backward()
+        got = alike.learnt(ours, share.x * wave, edges)
         moved = sum(mesh.ledger.bytes(op) for op in ("halo", "halo_reduce"))
         asked, price = mesh.ledger.bytes("all_reduce", "row"), link.price()
         if t:  # the first product plans, and sends degrees
@@ -100,14 +93,9 @@ def test_links_are_as_defined(name, size, graph, cutter):
             link.drain()
             assert link.held == price.kept, (t, link.held, price.kept)
         link.step(10.0 - t**0.5)
-        got = [x.full_tensor().detach(), start.grad.full_tensor()]
-        got += [p.grad for p in layers.parameters()]
-        whole, before = (data.x * wave).requires_grad_(), emulated.bytes
-        out = net(whole, ranks, emulated)
-        net.zero_grad()
-        out.square().sum().backward()
+        got, before = alike.whole(got), emulated.bytes
+        want = alike.learnt(net, data.x * wave, ranks, emulated)
         emulated.step(10.0 - t**0.5)
-        want = [out.detach(), whole.grad, *(p.grad for p in net.parameters())]
         if mesh.rank == 0:
             alike.same(got, want, f"epoch {t}")
         moved = sum(collectives.all_gather_object(moved, mesh.world))

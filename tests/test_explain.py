@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import alike
 import pytest
 import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
+from links import Net
 from torch_geometric.data import Data
 from torch_geometric.explain import Explainer, GNNExplainer, PGExplainer, fidelity
 
@@ -53,14 +56,8 @@ class _Initial(torch.nn.Module):
         return self.conv(x, x, edge_index)
 
 
-class Net(torch.nn.Module):
-    def __init__(self, ns, kind):
-        super().__init__()
-        self.one = LAYERS[kind](ns, F_IN, 8)
-        self.two = LAYERS[kind](ns, 8, CLASSES)
-
-    def forward(self, x, edge_index):
-        return self.two(self.one(x, edge_index).relu(), edge_index)
+def network(ns, kind):
+    return Net(functools.partial(LAYERS[kind], ns), (F_IN, 8, CLASSES))
 
 
 def graph():
@@ -79,7 +76,7 @@ def graph():
 def explained(ns, data, kind, index):
     """Returns masks of nodes and edges, the output afterwards, and how faithful they are."""
     torch.manual_seed(7)
-    net = Net(ns, kind)
+    net = network(ns, kind)
     explainer = Explainer(net, GNNExplainer(epochs=4), **MASKS)
     found = explainer(data.x, data.edge_index, index=index)
     after = net(data.x, data.edge_index)
@@ -107,7 +104,7 @@ def test_masks_equal_those_of_one_process(kind, size, grid, index):
 def trained(ns, data):
     """Returns a mask of edges by an explainer that learns from three nodes."""
     torch.manual_seed(7)
-    net = Net(ns, "gcn")
+    net = network(ns, "gcn")
     algorithm = PGExplainer(epochs=2, lr=0.01)
     explainer = Explainer(
         net,
@@ -133,11 +130,11 @@ def test_an_explainer_that_learns_equals_that_of_one_process():
 
 @worlds.on(2)
 def test_a_mask_of_other_edges_is_refused():
-    data, net = pdc.partition(graph(), worlds.mesh()), Net(nn, "gcn").double()
-    net.one.explain = True
-    net.one._edge_mask = None
+    data, net = pdc.partition(graph(), worlds.mesh()), network(nn, "gcn").double()
+    net.layers[0].explain = True
+    net.layers[0]._edge_mask = None
     with pytest.raises(ValueError, match="no mask of edges"):
         net(data.x, data.edge_index)
-    net.one._edge_mask = torch.ones(5)
+    net.layers[0]._edge_mask = torch.ones(5)
     with pytest.raises(ValueError, match="each of 103 edges"):
         net(data.x, data.edge_index)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
+from links import Net
 from problems import GRAPHS
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.typing import OptPairTensor
@@ -33,18 +34,6 @@ SHAPES = {
     "Protein": ((128, 16, 256), 416 / 32),
     "products": ((100, 256, 256, 47), 1171 / 606),
 }
-
-
-class Net(torch.nn.Module):
-    def __init__(self, widths, layer=DistGCNConv):
-        super().__init__()
-        pairs = itertools.pairwise(widths)
-        self.layers = torch.nn.ModuleList(layer(a, b).double() for a, b in pairs)
-
-    def forward(self, x, edge_index):
-        for layer in self.layers[:-1]:
-            x = layer(x, edge_index).relu()
-        return self.layers[-1](x, edge_index)
 
 
 def moved(mesh):
@@ -74,7 +63,7 @@ def late_epoch(widths, grid, oblivious):
     share = pdc.partition(graph(widths[0]), mesh, "random", oblivious=oblivious)
     share.y = share.y.long()
     torch.manual_seed(1)
-    net = Net(widths)
+    net = Net(widths=widths).double()
     plans = share.edge_index.topology._plans
     results, words = [], []
     for _ in range(4):
@@ -113,7 +102,7 @@ def switches(layer):
     share = pdc.partition(graph(9), mesh, "random")
     share.y = share.y.long()
     torch.manual_seed(2)
-    net = Net((9, 4, 12), layer)
+    net = Net(layer, (9, 4, 12)).double()
     found, words = {}, {}
     for order in ("auto", "first", "last"):
         for keep in (True, False):
@@ -327,7 +316,7 @@ def test_checkpointing_repeats_the_order(layer):
     """An epoch that computes a layer again multiplies in the order of the first time."""
     mesh = worlds.mesh()
     share = pdc.partition(graph(9), mesh, "random")
-    net = Net((9, 2), layer)
+    net = Net(layer, (9, 2)).double()
     again = Recomputed(net)
     want, _ = step(net, share, share.edge_index.with_ordering(keep_inputs=False))
     for _ in range(4):

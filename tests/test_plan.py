@@ -14,6 +14,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
+from links import Net
 from problems import GRAPHS, grids, owners
 from torch_geometric.data import Data
 from torch_geometric.nn import (
@@ -55,21 +56,6 @@ LAYERS = {"gcn": DistGCNConv, "sage": DistSAGEConv}
 SWITCHES = list(itertools.product(ORDERS, (True, False), HALOS))
 
 
-class Net(torch.nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
-
-    def forward(self, x, edge_index):
-        for layer in self.layers[:-1]:
-            x = layer(x, edge_index).relu()
-        return self.layers[-1](x, edge_index)
-
-
-def stack(layer, widths):
-    return Net([layer(a, b) for a, b in itertools.pairwise(widths)]).double()
-
-
 def late_epoch(model, x, edges, y):
     """Trains three epochs, and returns the ledger of the last, by what travelled."""
     ledger = edges.nodes.mesh.ledger
@@ -92,7 +78,7 @@ def trained(grid, graph, owner, layer, switches):
     data = GRAPHS[graph]()
     share = pdc.partition(data, mesh, owner)
     torch.manual_seed(0)
-    model = pdc.replicate(stack(LAYERS[layer], WIDTHS), mesh)
+    model = pdc.replicate(Net(LAYERS[layer], WIDTHS).double(), mesh)
     found = []
     for order, keep, halo in switches:
         edges = share.edge_index.with_halo(halo)
@@ -315,10 +301,10 @@ def test_mistakes_are_named(arguments, message):
 
 def automatic():
     data = GRAPHS["undirected"]()
-    mesh = pdc.init(pdc.Auto(data, model=stack(DistGCNConv, WIDTHS)), timeout=60)
+    mesh = pdc.init(pdc.Auto(data, model=Net(widths=WIDTHS).double()), timeout=60)
     share = pdc.partition(data, mesh)
     torch.manual_seed(0)
-    model = pdc.replicate(stack(DistGCNConv, WIDTHS), mesh)
+    model = pdc.replicate(Net(widths=WIDTHS).double(), mesh)
     got = late_epoch(model, share.x, share.edge_index, share.y)
     total = sum(got[k] for k in ("exchange", "parameters", "rest"))
     assert mesh.grid == mesh.plan.grid
@@ -522,7 +508,7 @@ def same_over_a_link(grid, graph, cutter, layer, name, order, keep, halo):
     share = pdc.partition(data, mesh, owner, link=link)
     edges = share.edge_index.with_halo(halo).with_ordering(order, keep_inputs=keep)
     torch.manual_seed(0)
-    model = pdc.replicate(stack(LAYERS[layer], OVER_LINKS), mesh)
+    model = pdc.replicate(Net(LAYERS[layer], OVER_LINKS).double(), mesh)
     for _ in range(4):
         mesh.ledger.reset()
         model.zero_grad()
