@@ -105,12 +105,6 @@ def _weight_norm(net, data):
     return step(net, data, net.extra(net(data.x, data.edge_index)))
 
 
-def _normalised(net, data):
-    z = net.encode(data.x, data.edge_index)
-    w = F.normalize(net.conv1.lin.weight, dim=1)
-    return step(net, data, net.decode(z + data.x @ w.t(), data.edge_index))
-
-
 def _global_scale(net, data):
     z = net(data.x, data.edge_index)
     return step(
@@ -161,14 +155,6 @@ def _copied(net, data):
     twin = copy.deepcopy(step(net, data))
     twin.zero_grad()
     return step(twin, data)
-
-
-def _two_models(net, data):
-    other = net_of(pyg if type(data.x) is torch.Tensor else nn, seed=9)
-    z = net.encode(data.x, data.edge_index) + other.encode(data.x, data.edge_index)
-    step(net, data, net.decode(z, data.edge_index))
-    net.other = other
-    return net
 
 
 def _embedding(net, data):
@@ -229,7 +215,6 @@ CASES = {
     "frozen": _frozen,
     "spectral norm": _spectral_norm,
     "weight norm": _weight_norm,
-    "normalised": _normalised,
     "global results": _global_scale,
     "hooks": _hooks,
     "checkpoint": _checkpointed(False),
@@ -237,7 +222,6 @@ CASES = {
     "autograd.grad": _autograd_grad,
     "intermediate": _intermediate,
     "deepcopy": _copied,
-    "two models": _two_models,
     "whole embedding": _embedding,
     "sparse": _sparse,
     "shared": _shared,

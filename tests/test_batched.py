@@ -144,11 +144,6 @@ def cases(lib):
         return case(lambda m, d: lib.global_add_pool(run(m, d), d.batch), make)
 
     lin = torch.nn.Linear
-    pools = {
-        "add": lib.global_add_pool,
-        "mean": lib.global_mean_pool,
-        "max": lib.global_max_pool,
-    }
     modules = {
         "softmax": lambda: aggr.SoftmaxAggregation(learn=True),
         "softmax, half": lambda: aggr.SoftmaxAggregation(semi_grad=True),
@@ -287,9 +282,6 @@ def cases(lib):
             lambda m, d: m(d.x, d.edge_index),
             lambda: lib.GraphUNet(F_IN, 8, 3, depth=2, sum_res=False),
         ),
-    }
-    out |= {
-        f"pool {n}": case(lambda m, d, f=f: f(d.x, d.batch)) for n, f in pools.items()
     }
     out |= {f"aggr {name}": sized(make) for name, make in modules.items()}
     # of rows within its clamps: a mean of clamped ones may round to either side

@@ -89,12 +89,6 @@ def _functional(data):
     return found
 
 
-def _sparse(data):
-    e, n = data.edge_index, data.num_nodes
-    adj = torch.sparse_coo_tensor(e, data.edge_weight, (n, n))
-    return [adj.to_dense(), adj @ torch.ones(n, 3)]
-
-
 def _views_after_no_grad(data):
     torch.manual_seed(0)
     weight, found = torch.nn.Parameter(torch.randn(1, 7, 4)), []
@@ -199,17 +193,6 @@ def _numbers(data):
     return [h, h.amax(0), h[:, 2].min(), put]
 
 
-def _twice(data):
-    """Differentiates a product with the graph twice, and all rows of it."""
-    torch.manual_seed(0)
-    make = nn.GCNConv if isinstance(data.x, DistTensor) else pyg.GCNConv
-    conv, x = make(7, 4), data.x.detach().requires_grad_()
-    out = conv(x, data.edge_index)
-    (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    (g.square().sum() + out.mean()).backward()
-    return [p.grad for p in conv.parameters()]
-
-
 def _read_early(data):
     """Reads gradients that passes add up, by a hook before the backward pass ends."""
     torch.manual_seed(0)
@@ -282,13 +265,11 @@ CALLS = (
     _backward_hooks,
     _double_backward,
     _functional,
-    _sparse,
     _views_after_no_grad,
 )
 MENDED = (
     _rows_into_plain,
     _numbers,
-    _twice,
     _read_early,
     _inference,
     _differing_seeds,

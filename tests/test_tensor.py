@@ -195,21 +195,17 @@ DECOMPOSED = {
     "addmv": lambda x: torch.addmv(x[:, 0], x, counted(x, 7), beta=2, alpha=3),
     "tensordot": lambda x: torch.tensordot(x, x, dims=([0], [0])),
     "cdist": lambda x: torch.cdist(x, x[:, [1, 0, 2, 3, 4, 5, 6]] + 1),
-    "cdist to few": lambda x: torch.cdist(x[:, :2], counted(x, 3, 2)),
     "var_mean": lambda x: torch.cat(torch.var_mean(x, 0)),
     "std_mean": lambda x: torch.stack(torch.std_mean(x, dim=1), 1),
     "einsum of rows": lambda x: torch.einsum("nhf,nkf->hk", x[:, None], x[:, None] + 1),
-    "einsum with plain rows": lambda x: torch.einsum("nf,nk->fk", x, counted(x, 50, 2)),
     "einsum to rows": lambda x: torch.einsum("nf,fk->nk", x, counted(x, 7, 2)),
     "ids": lambda x: x[ids(x, 3, 0, 49, 3, 17, -1, 20)],
     "pairs": lambda x: x[:9][ids(x, 3, 0, 3)] * x[10::3][ids(x, 4, 1, 2)],
     "index_fill": lambda x: x.index_fill(0, ids(x, 3, 49), 2.0),
-    "index_copy": lambda x: x.index_copy(0, ids(x, 3, 0), counted(x, 2, 7)),
     "index_put": lambda x: torch.index_put(x, (ids(x, 7),), ones(x, 1, 7)),
     "pad": lambda x: F.pad(x, (1, 2), value=3.0),
     "gumbel": lambda x: F.gumbel_softmax(x, hard=True, dim=1) * x,
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.5, False),
-    "conv1d": lambda x: F.conv1d(x.unsqueeze(1), counted(x, 3, 2).t().unsqueeze(1)),
     "max_pool1d": lambda x: F.max_pool1d(x.unsqueeze(1), 2),
     "threshold": lambda x: F.threshold(x, 0.1, 3.0),
     "expit": lambda x: torch.special.expit(x),
@@ -225,7 +221,6 @@ DECOMPOSED = {
         0, x.argmax(1).remainder(3).view(-1, 1).expand(-1, 7), x
     ),
     "correlations": lambda x: torch.corrcoef(x.t()),
-    "GRU cell": lambda x: _seeded(torch.nn.GRUCell, 7, 3)(x),
     "LSTM cell": lambda x: _seeded(torch.nn.LSTMCell, 7, 7)(x, (x, x + 1))[0],
     "attention within rows": lambda x: F.scaled_dot_product_attention(
         *[x.view(-1, 1, 7, 1)] * 3, is_causal=True
@@ -233,7 +228,6 @@ DECOMPOSED = {
     "transformer over steps": lambda x: _seeded(
         torch.nn.TransformerEncoderLayer, 2, 1, 4, 0.0, batch_first=True
     )(x[:, :6].view(-1, 3, 2), src_key_padding_mask=counted(x, 50, 3) < 0),
-    "linear by class": lambda x: _seeded(HeteroLinear, 7, 2, 3)(x, x.argmax(1) % 3),
     "ranking loss": lambda x: F.margin_ranking_loss(x[:, 0], x[:, 1], counted(x, 50)),
     "cosine loss": lambda x: F.cosine_embedding_loss(
         x, x.flip(1), counted(x, 50) * 0 - 1
@@ -310,7 +304,7 @@ WITHIN = {
 
 
 # convolutions and fused cells, of which the second device has none
-LACKING = ("conv1d", "convolution", "GRU cell", "LSTM cell", "cell")
+LACKING = ("convolution", "LSTM cell", "cell")
 DRAWN = ("gumbel",)  # from the generator of a device, whose numbers are its own
 
 
