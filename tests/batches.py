@@ -124,7 +124,7 @@ def graph(n=60, e=400, seed=3):
 
 def hetero(seed=4):
     g = torch.Generator().manual_seed(seed)
-    data = HeteroData()
+    data = HeteroData(name="a graph-level attribute")
     sizes = {"paper": 40, "author": 25}
     for name, n in sizes.items():
         data[name].x = torch.randn(n, 3, generator=g)

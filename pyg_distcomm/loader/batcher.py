@@ -72,7 +72,7 @@ def with_edges(data: Any) -> Any:
     if not isinstance(data, (Data, HeteroData)):
         return data
     data = with_planned_edges(data)
-    for store in data.stores:
+    for store in _stores_of_rows(data):
         for name, value in store.items():
             if name != "adj_t" and isinstance(value, Tensor):
                 _check_rows(store, name, value)
@@ -95,6 +95,11 @@ def with_edges(data: Any) -> Any:
             store.edge_index, values = coo_of(adj)
         store[_NAME + layout + beside] = values
     return out
+
+
+def _stores_of_rows(data: Any) -> list[Any]:
+    """Returns the stores of nodes and edges, without that of a HeteroData as a whole."""
+    return [s for s in data.stores if s._key is not None or isinstance(data, Data)]
 
 
 def _check_rows(store: Any, name: str, value: Tensor) -> None:
@@ -466,7 +471,8 @@ class Batcher:
     def _with_placeholders(self, data: Any) -> Any:
         """Returns a copy of the data with placeholders for the attributes gathered here."""
         result = copy.copy(data)
-        for store, empty in zip(data.stores, result.stores, strict=True):
+        both = _stores_of_rows(data), _stores_of_rows(result)
+        for store, empty in zip(*both, strict=True):
             for name, value in list(store.items()):
                 of_nodes = store.is_node_attr(name)
                 of_edges = not of_nodes and store.is_edge_attr(name)
