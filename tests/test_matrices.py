@@ -13,7 +13,7 @@ import torch_geometric.nn as pyg
 import torch_geometric.transforms as T
 import torch_geometric.utils as U
 import worlds
-from problems import GRAPHS
+from problems import GRAPHS, two_types
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
@@ -128,6 +128,24 @@ def test_a_matrix_of_another_number_of_nodes_is_refused():
     adj = T.ToSparseTensor()(share).adj_t
     with pytest.raises(TypeError, match=f"shape .{n - 1}, 2., .* with {n} nodes"):
         adj @ torch.ones(n - 1, 2)
+
+
+@tiers.parametrize("size", [1, 2, 3], [3])
+@alike.in_doubles()
+@worlds.on()
+def test_a_matrix_may_lead_from_one_type_to_another(size):
+    data = two_types().apply(torch.Tensor.double, "x")
+    share = pdc.partition(data, worlds.mesh(), "random")
+    layers = [pyg.SAGEConv(4, 3), pyg.GATConv((4, 4), 3, add_self_loops=False)]
+    for layer in layers:
+        found = []
+        for d, made in ((data, as_it_is), (share, pdc.convert)):
+            d = T.ToSparseTensor()(copy.copy(d))
+            x = [d[kind].x.clone().requires_grad_() for kind in "ab"]
+            out = made(copy.deepcopy(layer))(tuple(x), d["a", "to", "b"].adj_t)
+            out.sin().sum().backward()
+            found.append([out, x[0].grad, x[1].grad])
+        alike.same(found[1], found[0])
 
 
 @worlds.on(2)

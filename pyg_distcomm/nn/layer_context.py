@@ -310,11 +310,11 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
     def cut(value: Any) -> Any:
         if type(value) is not Tensor:
             return value
+        sources = None if ends[1].same_as(ends[0]) else ends[1]
         if value.layout != torch.strided:
-            return DistEdgeIndex.of_sparse(value, ends[0])
+            return DistEdgeIndex.of_sparse(value, ends[0], sources)
         pair = value.dim() == 2 and value.size(0) == 2
         if pair and value.dtype in (torch.int64, torch.int32):
-            sources = None if ends[1].same_as(ends[0]) else ends[1]
             return DistEdgeIndex.cut(value, ends[0], sources)
         return value
 

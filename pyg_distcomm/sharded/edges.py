@@ -138,23 +138,24 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
         return nodes.latest("cut", _KEPT).made(key, made, edge_index, sources)  # type: ignore[no-any-return]
 
     @staticmethod
-    def of_sparse(adj: Tensor, nodes: Rows) -> DistTensor:
-        """Shards a sparse (transposed) adjacency `[n, n]`, whole on all ranks.
+    def of_sparse(adj: Tensor, nodes: Rows, sources: Rows | None = None) -> DistTensor:
+        """Shards a sparse (transposed) adjacency `[n, m]`, whole on all ranks.
 
-        Kept with the nodes, so that the same matrix is planned once.
+        Kept with the nodes, so that the same matrix is planned once. `sources` are the m
+        nodes of the other type; None for the same.
         """
-        n = nodes.total
-        if adj.shape[:2] != (n, n):  # further dims are those of values
+        n, m = nodes.total, (nodes if sources is None else sources).total
+        if adj.shape[:2] != (n, m):  # further dims are those of values
             raise ValueError(
-                f"a sparse adjacency of {n} nodes is [{n}, {n}], got {list(adj.shape)}"
+                f"a sparse adjacency of {n} nodes is [{n}, {m}], got {list(adj.shape)}"
             )
 
         def made() -> Any:
             edge_index, value = coo_of(adj)
-            return carrying(DistEdgeIndex.cut(edge_index, nodes), value, True)
+            return carrying(DistEdgeIndex.cut(edge_index, nodes, sources), value, True)
 
-        key = id(adj), adj._version
-        return nodes.latest("sparse", _KEPT).made(key, made, adj)  # type: ignore[no-any-return]
+        key = id(adj), adj._version, id(sources)
+        return nodes.latest("sparse", _KEPT).made(key, made, adj, sources)  # type: ignore[no-any-return]
 
 
 def from_local(t: Tensor, like: Any) -> DistTensor:
