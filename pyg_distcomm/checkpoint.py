@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_distcomm.comm import collectives
@@ -396,6 +397,8 @@ def _check_model(
 ) -> None:
     """Raises if a model's parameters and buffers are not those that were saved."""
     for name in {**own, **saved}:
+        if is_lazy(own.get(name)) and isinstance(saved.get(name), Tensor):
+            continue  # it takes the shape of what is loaded
         there, here = _shape_text(saved.get(name)), _shape_text(own.get(name))
         if there != here:
             raise ValueError(

@@ -8,6 +8,7 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn
 import worlds
 from problems import GRAPHS
 
@@ -330,5 +331,8 @@ def test_a_model_or_an_optimizer_that_does_not_fit_is_named(size, tmp_path):
         refused(says, same, made)
     adam, bare = torch.optim.Adam(same.parameters()), path + "-bare"
     refused("it holds no optimizer, but mesh, model", same, adam, bare)
+    lazy = _Two(more=torch_geometric.nn.Linear(-1, 2))  # before its first pass
+    pdc.load_checkpoint(path, mesh, lazy)
+    alike.same(lazy.state_dict(), net.state_dict())
     refused("it holds no extra.epoch, but mesh, model, optimizer", same, epoch=0)
     refused("nowhere", same, path=path + "-nowhere")
