@@ -513,6 +513,11 @@ AS_TORCH = {
     "float": lambda x: float(x),
     "rows meet columns": lambda x: x * x[:, 0],
     "wrong plain": lambda x: x + ones(x, 13, 7),
+    "one row and a plain one": lambda x: torch.cat([x[3:4], ones(x, 1, 2)], 1),
+    "one row and several": lambda x: x[3:4] - ones(x, 5, 7),
+    "one row in a stack": lambda x: torch.stack([ones(x, 1, 7), x[3:4]]),
+    "one row beside all": lambda x: torch.cat([x, ones(x, 1, 2)], 1),
+    "other rows in a stack": lambda x: torch.stack([x, x[:20]]),
     "other count": lambda x: torch.einsum("nf,nk->fk", x, ones(x, 51, 2)),
     "other mask": lambda x: x[x[:, 0] > 0] + x[x[:, 0] > 1],
 }

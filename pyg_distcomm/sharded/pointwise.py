@@ -82,10 +82,17 @@ def _like(args: tuple[Any, ...]) -> DistTensor | None:
     return best
 
 
+def _is_repeated(x: DistTensor, args: tuple[Any, ...]) -> bool:
+    """Returns whether the one row of `x` is broadcast to several of a plain operand."""
+    right = x.dim() - x.dim_
+    others = [a for a in args if isinstance(a, Tensor) and type(a) is not DistTensor]
+    return any(a.dim() >= right and a.size(-right) > 1 for a in others)
+
+
 def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Computes a pointwise op on own rows."""
     like = _like(args)
-    if like is None:
+    if like is None or (like.rows.count == 1 and _is_repeated(like, args)):
         return whole.apply(func, args, kwargs)
     if func is aten.add.Tensor and not kwargs:
         found = with_rows(func, args)

@@ -16,7 +16,6 @@ from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.ids import blocks_of, with_ids
 from pyg_distcomm.sharded.partial import PartialSum, over_ranks
-from pyg_distcomm.sharded.pointwise import meeting
 
 aten = torch.ops.aten
 _KEPT = 8  # tensors of which given rows are a slice
@@ -257,10 +256,7 @@ def cat(func: Any, args: Any, kwargs: Any) -> Any:
     like = next(p for p in (*parts, *args[0]) if type(p) is DistTensor)
     d %= like.dim()
     if d != like.dim_:
-        right = like.dim() - like.dim_
-        return DistTensor(
-            func([meeting(p, like.rows, right) for p in parts], d), like.rows, like.dim_
-        )
+        return DistTensor(func(_beside(parts, like), d), like.rows, like.dim_)
     known = [
         p.rows if type(p) is DistTensor and p.dim_ == d else _space(like, p.size(d))
         for p in parts
@@ -309,9 +305,19 @@ def stack(func: Any, args: Any, kwargs: Any) -> Any:
     parts, d = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     like = next(p for p in parts if type(p) is DistTensor)
     d %= like.dim() + 1
-    right = like.dim() - like.dim_
-    local = func([meeting(p, like.rows, right) for p in parts], d)
+    local = func(_beside(parts, like), d)
     return DistTensor(local, like.rows, like.dim_ + (d <= like.dim_))
+
+
+def _beside(parts: Any, like: DistTensor) -> list[Tensor]:
+    """Returns own rows of tensors that are joined row by row: one row is not broadcast."""
+    shapes = [list(p.shape) for p in parts]
+    if any(shape[like.dim_ : like.dim_ + 1] != [like.rows.count] for shape in shapes):
+        raise RuntimeError(
+            f"got tensors of {shapes} to join row by row; give each {like.rows.count} "
+            f"rows in dimension {like.dim_}"
+        )
+    return [local_at(p, like.rows, like.dim_) for p in parts]
 
 
 @rule(aten.flip.default)
