@@ -397,7 +397,8 @@ def _check_model(
 ) -> None:
     """Raises if a model's parameters and buffers are not those that were saved."""
     for name in {**own, **saved}:
-        if is_lazy(own.get(name)) and isinstance(saved.get(name), Tensor):
+        mine: Any = own.get(name)
+        if is_lazy(mine) and isinstance(saved.get(name), Tensor):
             continue  # it takes the shape of what is loaded
         there, here = _shape_text(saved.get(name)), _shape_text(own.get(name))
         if there != here:
