@@ -211,7 +211,7 @@ test_emulated_ranks.py -k skipped
         return bool(change <= rule.bound_of(backward){{ ** 2 => }} * norm)
 test_codec.py -k greater_degree
     graded: rows of nodes with few in-edges get the most bits
-        order, begin = torch.argsort({{degree => -degree}}, stable=True), 0
+        order = torch.argsort({{context.key.degree => -context.key.degree}}, stable=True)
 test_codec.py -k test_no_other_bits
     graded: a budget of bits is never used up
         taken = (cost.cumsum(0) {{<= => <}} spare).long()

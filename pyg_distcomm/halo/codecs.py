@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import abc
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -113,39 +114,48 @@ class _MixedBits(Codec):
     unbiased = keyed = True
     by_row = False
 
-    def _write_groups(
-        self,
-        x: Tensor,
-        index: Index,
-        groups: Sequence[tuple[int, Tensor]],
-        out: Tensor,
-        context: CodingContext,
-    ) -> None:
-        """Writes groups of rows, as (bits, rows of the message), one after the other."""
+    @abc.abstractmethod
+    def _grouped(
+        self, context: CodingContext, x: Tensor | None, index: Index, message: Tensor
+    ) -> tuple[Iterable[tuple[int, Tensor]], Tensor]:
+        """Returns groups, as (bits, rows of the message), and where their codes are.
+
+        Writes what else tells them, of rows that are sent; reads it for those that arrive.
+        """
+
+    def _write(
+        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
+    ) -> Tensor:
+        """Writes groups of rows, one after the other."""
+        message = room(self.wire_bytes(context.rows, x.size(1), x.dtype), x, out)
+        if not len(message):
+            return message
+        groups, codes = self._grouped(context, x, index, message)
         key, gid = context.key.rounding
         end, bad = 0, list[int | Tensor]()
         for bits, rows in groups:
             begin, end = end, end + self._message_bytes(len(rows), bits, x)
             chosen = rows if index is None else index[rows]
             noise = key, gid[rows]
-            found = codec_ops.quantise(x, chosen, bits, noise, out[begin:end])
+            found = codec_ops.quantise(x, chosen, bits, noise, codes[begin:end])
             if isinstance(found, Tensor):
                 row = rows.index_select(0, found.clamp(min=0).view(1))
                 bad.append(row.masked_fill(found < 0, len(gid)))
             elif found >= 0:
                 bad.append(int(rows[found]))
-        out[end:] = 0
+        codes[end:] = 0
         context.refuse(x, index, _first_unwritable(bad, len(gid)))
+        return message
 
-    def _read_groups(
-        self, message: Tensor, groups: Sequence[tuple[int, Tensor]], out: Tensor
-    ) -> Tensor:
-        """Reads the groups that `_write_groups` wrote into the rows of `out`."""
+    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
+        if not out.numel():
+            return out
+        groups, codes = self._grouped(context, None, None, message)
         end = 0
         for bits, rows in groups:
             begin, end = end, end + self._message_bytes(len(rows), bits, out)
             part = out.new_empty((len(rows), out.size(1)))
-            out[rows] = codec_ops.dequantise(message[begin:end], bits, part)
+            out[rows] = codec_ops.dequantise(codes[begin:end], bits, part)
         return out
 
     @staticmethod
@@ -202,26 +212,13 @@ class DegreeBits(_MixedBits):
             for bits, count in self._group_sizes(rows)
         )
 
-    def _groups(self, context: CodingContext) -> Iterator[tuple[int, Tensor]]:
-        degree = context.key.degree
-        assert degree is not None
-        order, begin = torch.argsort(degree, stable=True), 0
-        for bits, count in self._group_sizes(context.rows):
-            yield bits, order[begin : begin + count]
-            begin += count
-
-    def _write(
-        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
-    ) -> Tensor:
-        out = room(self.wire_bytes(context.rows, x.size(1), x.dtype), x, out)
-        if len(out):
-            self._write_groups(x, index, list(self._groups(context)), out, context)
-        return out
-
-    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
-        if not out.numel():
-            return out
-        return self._read_groups(message, list(self._groups(context)), out)
+    def _grouped(
+        self, context: CodingContext, x: Tensor | None, index: Index, message: Tensor
+    ) -> tuple[Iterable[tuple[int, Tensor]], Tensor]:
+        assert context.key.degree is not None
+        levels, sizes = zip(*self._group_sizes(context.rows), strict=True)
+        order = torch.argsort(context.key.degree, stable=True)
+        return zip(levels, order.split(sizes), strict=True), message
 
 
 @dataclass(frozen=True)
@@ -281,25 +278,16 @@ class RangeBits(_MixedBits):
         level = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         return level.index_add_(0, order % max(len(x), 1), taken)
 
-    def _write(
-        self, x: Tensor, index: Index, out: Tensor | None, context: CodingContext
-    ) -> Tensor:
-        rows = context.rows
-        out = room(self.wire_bytes(rows, x.size(1), x.dtype), x, out)
-        if not len(out):
-            return out
-        level = self.levels(rows_at(x, index))
-        head = -(-rows // 4)
-        out[:head] = codec_ops.pack_bits(level.to(torch.uint8), 2)
-        self._write_groups(x, index, _rows_by_level(level), out[head:], context)
-        return out
-
-    def _read(self, message: Tensor, out: Tensor, context: CodingContext) -> Tensor:
-        if not out.numel():
-            return out
-        head = -(-len(out) // 4)
-        level = codec_ops.unpack_bits(message[:head], 2, len(out))
-        return self._read_groups(message[head:], _rows_by_level(level), out)
+    def _grouped(
+        self, context: CodingContext, x: Tensor | None, index: Index, message: Tensor
+    ) -> tuple[Iterable[tuple[int, Tensor]], Tensor]:
+        head = -(-context.rows // 4)
+        if x is not None:
+            level = self.levels(rows_at(x, index))
+            message[:head] = codec_ops.pack_bits(level.to(torch.uint8), 2)
+        else:
+            level = codec_ops.unpack_bits(message[:head], 2, context.rows)
+        return _rows_by_level(level), message[head:]
 
 
 def _first_unwritable(bad: list[int | Tensor], none: int) -> int | Tensor:
