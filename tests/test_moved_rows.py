@@ -92,7 +92,7 @@ def test_layers_of_pyg_gather_nothing_in_a_step(name, size):
     if times is not None:
         halo = share.edge_index.topology.locals.halo
         assert moved.get("halo", 0) == times * halo.price(WIDE).words
-        assert moved.get("halo_reduce", 0) == times * halo.price_transpose(WIDE).words
+        assert moved.get("halo_reduce", 0) == times * halo.price(WIDE, True).words
 
 
 @sizes

@@ -143,7 +143,7 @@ test_pipeline_parts.py -k test_prices_are_those_of_the_paper
         rows + {{2 * (ways - 1) => (ways - 1)}} * weights
 test_link_bytes.py -k test_bytes_are_those_foretold
     price: ranks agree on the modes of a link's calls for nothing
-        return {{times * collectives.ring_words(1, self.size) => 0}}
+        return {{times * collectives.ring_words(1, nodes.mesh.size) => 0}}
 test_codec.py -k test_shapes_bytes_and_out and float64 and Quantise
     price: quantised float64 rows are priced as float32
         size = {{dtype.itemsize => 4}}
@@ -196,7 +196,7 @@ test_algebra.py -k test_rows_that_give_all_they_have
         return offsets(count.clamp(max=s)), count {{<= => <}} s
 test_emulated_ranks.py -k sync or every
     staleness: late rows are one epoch newer than they should be
-        return self.messages[max(len(self.messages) - {{1 - late => late}}, 0)]
+        due = self.messages[max(len(self.messages) - {{1 - late => late}}, 0)]
     staleness: synchronous epochs come one too late
         return every is not None and {{(epoch + 1) => epoch}} % every == 0
 test_emulated_ranks.py -k smooth

@@ -420,27 +420,24 @@ def packed_bytes(
 
 @dataclass(frozen=True)
 class Load:
-    """Describes the rows that one exchange receives from each peer.
+    """Describes the rows that one exchange receives from each peer, and how many it sends.
 
     Args:
         counts: rows from each rank of the axis.
         peers: how many other ranks it has.
         width, dtype: the shape of a row.
+        sent: rows that are sent.
     """
 
     counts: tuple[int, ...]
     peers: int
     width: int
     dtype: torch.dtype
+    sent: int
 
     def bytes(self, codec: Codec) -> int:
         """Returns the bytes received."""
         return sum(packed_bytes(codec, self.counts, self.width, self.dtype))
-
-    @property
-    def rows_bytes(self) -> int:
-        """The bytes of the unchanged rows."""
-        return sum(self.counts) * self.width * self.dtype.itemsize
 
 
 def unpack(

@@ -41,6 +41,7 @@ from pyg_distcomm.halo.codec import (
     Writer,
     packed_bytes,
     ranges,
+    rows_at,
     unpack,
 )
 from pyg_distcomm.halo.codecs import Plain
@@ -71,21 +72,13 @@ class Part:
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Plans the messages of an exchange, once for all epochs with the same codec.
-
-    Args:
-        codec: the codec.
-        shape: the width, dtype and device of rows.
-        sizes: the bytes of the message for each peer.
-        parts: the messages that are not empty.
-        direction: the rows of a halo; None for others, which are written once.
-    """
+    """Plans the messages of an exchange, once for all epochs with the same codec."""
 
     codec: Codec
-    shape: tuple[int, torch.dtype, torch.device]
-    sizes: list[int]
-    parts: list[Part]
-    direction: Direction | None = None
+    shape: tuple[int, torch.dtype, torch.device]  # width, dtype and device of rows
+    sizes: list[int]  # the bytes of the message for each peer
+    parts: list[Part]  # the messages that are not empty
+    direction: Direction | None = None  # None for rows that are written once
 
     @staticmethod
     def of(
@@ -174,25 +167,15 @@ class Packing:
 
 @dataclass(eq=False)
 class Message:
-    """Holds the messages that all peers send in one exchange, pending or received.
-
-    Args:
-        codec: the codec that wrote them.
-        epoch: the epoch of the rows.
-        key: the key of their randomness.
-        direction: which rows arrive.
-        sizes: the bytes of each peer's message.
-        pending: the collective, until it is waited for.
-        raw: the received bytes.
-    """
+    """Holds the messages that all peers send in one exchange, pending or received."""
 
     codec: Codec
     epoch: int
     key: int
     direction: Direction
     sizes: list[int]
-    pending: Pending | None
-    raw: Tensor | None = None
+    pending: Pending | None  # the collective, until it is waited for
+    raw: Tensor | None = None  # the bytes received
 
     def wait(self) -> Tensor:
         """Waits for the collective, and returns the bytes."""
@@ -214,20 +197,15 @@ class StaleBuffer:
 
     Its bytes, for rows that are k epochs late: k messages, and with `smooth` the mean of the
     rows received.
-
-    Args:
-        messages: the last messages, the newest last.
-        mean: the moving average.
-        shape: the plan, width and type of the rows; the buffer is cleared for others.
-        since: the epoch of the first message, or of the last synchronous one.
-        reference: a copy of the rows sent last, if exchanges may be skipped.
     """
 
-    messages: list[Message] = field(default_factory=list)
-    mean: Tensor | None = None
+    messages: list[Message] = field(default_factory=list)  # the newest last
+    mean: Tensor | None = None  # the moving average
+    # the plan, width and type of the rows
     shape: tuple[Any, int, torch.dtype] | None = None
+    # the epoch of the first message, or of the last synchronous one
     since: int | None = None
-    reference: Tensor | None = None
+    reference: Tensor | None = None  # the rows sent last, if exchanges may be skipped
 
     def bind(self, plan: Any, width: int, dtype: torch.dtype) -> None:
         """Clears the buffer if it holds rows of another plan, width or type."""
@@ -242,20 +220,18 @@ class StaleBuffer:
         self.since = self.reference = None
         self.shape = plan, width, dtype
 
-    def push(self, new: Message, late: int, synchronous: bool) -> Message:
+    def push(self, new: Message, late: int, synchronous: bool, most: int) -> Message:
         """Adds a message, and returns the one to read: `late` before it, or the oldest.
 
-        A synchronous message is read at once, and earlier ones are dropped.
+        A synchronous message is read at once, and earlier ones are dropped. Of all `most` stay.
         """
         if synchronous:
             self.messages, self.since = [], None
         self.messages.append(new)
         self.since = new.epoch if self.since is None else self.since
-        return self.messages[max(len(self.messages) - 1 - late, 0)]
-
-    def trim(self, late: int) -> None:
-        """Drops all messages except the last `late`."""
-        del self.messages[: max(len(self.messages) - late, 0)]
+        due = self.messages[max(len(self.messages) - 1 - late, 0)]
+        del self.messages[: max(len(self.messages) - most, 0)]
+        return due
 
     def average(self, rows: Tensor, smooth: float, synchronous: bool) -> Tensor:
         """Updates the moving average with rows, and writes it to them in place."""
@@ -290,7 +266,7 @@ class LayerExchange:
     """Describes how one call of a layer exchanges rows.
 
     Args:
-        link: the link, a `LinkUse`.
+        link: the link, a `LinkPolicy`.
         call: the number of the layer, by first use, and of its call in this epoch.
         epoch: this epoch.
         codec: the codec of this epoch.
@@ -355,16 +331,13 @@ class CompressedLink(Link):
         key: identifies the exchange.
     """
 
+    is_exact = False
+
     def __init__(self, halo: Halo, exchange: LayerExchange, key: ExchangeKey) -> None:
         self.halo, self.exchange, self.key = halo, exchange, key
         self.silent = halo.silent
         self._forward_message: Message | None = None  # by the forward pass
         self._has_answered = False
-
-    @property
-    def is_exact(self) -> bool:
-        """False: rows are coded, or late."""
-        return False
 
     @property
     def num_ghosts(self) -> int:
@@ -402,11 +375,10 @@ class CompressedLink(Link):
         backward = self._forward_message is not None
         late, skips = exchange.late(backward), exchange.skips(backward)
         if exchange.trains:
-            load = _load_of(direction, x.size(1), x.dtype)
-            sent = len(direction.gid)
-            exchange.link.state.record_exchange(
-                self.key, backward, load, sent, exchange.exact_reason
-            )
+            shape = direction.axis.size - 1, x.size(1), x.dtype, len(direction.gid)
+            load = Load(direction.from_counts, *shape)
+            seen = self.key, backward, load, exchange.exact_reason
+            exchange.link.state.record_exchange(*seen)
         with exchange.link.state.guard():
             if backward:
                 codec, key, noise = self._answer(late or skips)
@@ -416,7 +388,7 @@ class CompressedLink(Link):
                 codec = exchange.codec
             buffer = self._buffer(x, direction, backward)
             if skips and self._is_skipped(
-                _rows_to_send(x, direction), buffer, direction, backward
+                rows_at(x, direction.index), buffer, direction, backward
             ):
                 due = buffer.messages[-1]
                 self._forward_message = self._forward_message if backward else due
@@ -435,10 +407,10 @@ class CompressedLink(Link):
             )
             told = codec, exchange.epoch, key, direction, plan.from_sizes
             new = Message(*told, pending)
-            due = buffer.push(new, late, exchange.synchronous)
-            buffer.trim(max(late, int(skips)))
+            most = max(late, int(skips))
+            due = buffer.push(new, late, exchange.synchronous, most)
             if skips:
-                buffer.reference = _rows_to_send(x, direction).detach().clone()
+                buffer.reference = rows_at(x, direction.index).detach().clone()
             if not backward:
                 self._forward_message = due
         return lambda out: self._receive(due, buffer, out, backward)
@@ -513,24 +485,14 @@ class CompressedLink(Link):
             buffer.average(out, momentum, exchange.synchronous)
         return out
 
-    def price(self, width: int) -> Price:
-        """Returns the price of a `begin` in float32, in words of one byte."""
-        return self._price(width, sums=False)
-
-    def price_transpose(self, width: int) -> Price:
-        """Returns the price of a `begin_transpose` in float32, in words of one byte."""
-        return self._price(width, sums=True)
-
-    def _price(self, width: int, sums: bool) -> Price:
+    def price(self, width: int, sums: bool = False) -> Price:
+        """Returns the price of an exchange in float32, in words of one byte."""
         codec, direction = self.exchange.codec, self.halo.directions[sums]
-        peers, kind = direction.axis.size - 1, torch.float32
-        received = _load_of(direction, width, kind).bytes(codec)
-        sent = Load(direction.counts, peers, width, kind).bytes(codec)
-        sizes = packed_bytes(codec, direction.counts, width, kind)
-        return Price(received, sent, sum(map(bool, sizes)))
-
-    def to(self, device: torch.device) -> CompressedLink:
-        return CompressedLink(self.halo.to(device), self.exchange, self.key)
+        received, sent = (
+            packed_bytes(codec, counts, width, torch.float32)
+            for counts in (direction.from_counts, direction.counts)
+        )
+        return Price(sum(received), sum(sent), sum(map(bool, sent)))
 
     def __repr__(self) -> str:
         return f"CompressedLink({self.halo}, {self.exchange.codec})"
@@ -546,11 +508,3 @@ def gradient_codec(now: Codec, rows: Codec) -> Codec:
     if rows.zero_fills:
         return rows
     return Plain() if now.zero_fills else now  # gradients of whole rows are whole
-
-
-def _load_of(direction: Direction, width: int, dtype: torch.dtype) -> Load:
-    return Load(direction.from_counts, direction.axis.size - 1, width, dtype)
-
-
-def _rows_to_send(x: Tensor, direction: Direction) -> Tensor:
-    return x if direction.index is None else kernels.gather_rows(x, direction.index)

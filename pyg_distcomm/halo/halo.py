@@ -8,12 +8,13 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
@@ -72,16 +73,16 @@ class Link(abc.ABC):
         """Starts to send ghost sums `[h, f]`; the returned call adds to own rows `[n, f]`."""
 
     @abc.abstractmethod
-    def price(self, width: int) -> Price:
-        """Returns the price of one `begin` at `width` features."""
+    def price(self, width: int, sums: bool = False) -> Price:
+        """Returns the price of one `begin`, or `begin_transpose`, at `width` features."""
 
-    @abc.abstractmethod
-    def price_transpose(self, width: int) -> Price:
-        """Returns the price of one `begin_transpose` at `width` features."""
-
-    @abc.abstractmethod
-    def to(self, device: torch.device) -> Link:
-        """Returns the same link with its indices on another device."""
+    def to(self, device: torch.device) -> Any:
+        """Returns the same link, a dataclass, with its indices on another device."""
+        held = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+        there = tree_map(
+            lambda v: v.to(device) if isinstance(v, (Tensor, Link)) else v, held
+        )
+        return replace(self, **there)  # type: ignore[type-var]
 
 
 def exchange(x: Tensor, link: Link) -> Tensor:
@@ -254,7 +255,6 @@ class Halo(Link):
         return sum(self.recv_counts)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts to send own rows; the returned call gives the ghosts, in planned order."""
         self.tell("rows", x)
         if self.silent or self.axis.observer is not None:
             empty = x.new_empty((0, *x.shape[1:])) if into is None else into
@@ -273,7 +273,6 @@ class Halo(Link):
         )
 
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts to send sums for the ghosts; the call adds received sums into own rows."""
         self.tell("back", g)
         if self.silent or self.axis.observer is not None:
             return lambda out: out
@@ -323,22 +322,10 @@ class Halo(Link):
             Direction(self.axis, None, *ghosts, *rows, most),
         )
 
-    def price(self, width: int) -> Price:
-        counts = self.send_counts, self.recv_counts, self.axis.rank
-        return exchange_price(*counts, 0 if self.silent else width)
-
-    def price_transpose(self, width: int) -> Price:
-        counts = self.recv_counts, self.send_counts, self.axis.rank
-        return exchange_price(*counts, 0 if self.silent else width)
-
-    def to(self, device: torch.device) -> Halo:
-        """Returns the same plan with its indices on another device."""
-        tensors = {
-            name: value.to(device)
-            for name in ("send_slot", "send_gid", "ghost_gid")
-            if (value := getattr(self, name)) is not None
-        }
-        return replace(self, **tensors)
+    def price(self, width: int, sums: bool = False) -> Price:
+        counts = self.send_counts, self.recv_counts
+        counts = counts[::-1] if sums else counts
+        return exchange_price(*counts, self.axis.rank, 0 if self.silent else width)
 
     def __repr__(self) -> str:
         return (
@@ -379,12 +366,10 @@ class ChunkedHalo(Link):
 
     @property
     def parts(self) -> Sequence[Link]:
-        """The links of the chunks."""
         return self.chunks
 
     @property
     def is_exact(self) -> bool:
-        """Whether all chunks are."""
         return all(chunk.is_exact for chunk in self.chunks)
 
     @property
@@ -392,7 +377,6 @@ class ChunkedHalo(Link):
         return sum(chunk.num_ghosts for chunk in self.chunks)
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Starts to send own rows; the returned call gives the ghosts of all chunks."""
         if into is None:
             into = x.new_empty((self.num_ghosts, *x.shape[1:]))
         pairs = zip(self.chunks, into.split(self._sizes), strict=True)
@@ -406,7 +390,6 @@ class ChunkedHalo(Link):
         return arrive
 
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
-        """Starts to send sums for the ghosts; the call adds received sums into own rows."""
         pairs = zip(self.chunks, g.split(self._sizes), strict=True)
         arrivals = [chunk.begin_transpose(part) for chunk, part in pairs]
 
@@ -421,14 +404,8 @@ class ChunkedHalo(Link):
     def _sizes(self) -> list[int]:
         return [chunk.num_ghosts for chunk in self.chunks]
 
-    def price(self, width: int) -> Price:
-        return sum((chunk.price(width) for chunk in self.chunks), Price())
-
-    def price_transpose(self, width: int) -> Price:
-        return sum((chunk.price_transpose(width) for chunk in self.chunks), Price())
-
-    def to(self, device: torch.device) -> ChunkedHalo:
-        return ChunkedHalo(tuple(chunk.to(device) for chunk in self.chunks))
+    def price(self, width: int, sums: bool = False) -> Price:
+        return sum((chunk.price(width, sums) for chunk in self.chunks), Price())
 
     def __repr__(self) -> str:
         return f"ChunkedHalo({', '.join(map(repr, self.chunks))})"
@@ -450,7 +427,6 @@ class StagedHalo(Link):
 
     @property
     def silent(self) -> bool:  # type: ignore[override]
-        """Whether nothing travels on any rank."""
         return self.halo.silent
 
     @property
@@ -458,7 +434,6 @@ class StagedHalo(Link):
         return self.halo.num_ghosts
 
     def begin(self, x: Tensor, into: Tensor | None = None) -> Callable[[], Tensor]:
-        """Sends own rows, stage by stage; the returned call gives the ghosts."""
         if into is None:
             shape = self.num_ghosts, *x.shape[1:]
             into = self.cap.empty(shape, x.dtype, x.device)
@@ -472,8 +447,6 @@ class StagedHalo(Link):
         return lambda: ghosts
 
     def begin_transpose(self, g: Tensor) -> Callable[[Tensor], Tensor]:
-        """Returns a call that sends sums for the ghosts, and adds those that arrive."""
-
         def arrive(out: Tensor) -> Tensor:
             for part, places in self._stages(g.shape[1:].numel()):
                 part.begin_transpose(torch.cat([g[place] for place in places]))(out)
@@ -506,16 +479,9 @@ class StagedHalo(Link):
             )
             yield part, arrived
 
-    def price(self, width: int) -> Price:
-        parts = [part.price(width) for part, _ in self._stages(width)]
+    def price(self, width: int, sums: bool = False) -> Price:
+        parts = [part.price(width, sums) for part, _ in self._stages(width)]
         return sum(parts, Price())
-
-    def price_transpose(self, width: int) -> Price:
-        parts = [part.price_transpose(width) for part, _ in self._stages(width)]
-        return sum(parts, Price())
-
-    def to(self, device: torch.device) -> StagedHalo:
-        return StagedHalo(self.halo.to(device), self.cap)
 
 
 def _shares(counts: Sequence[int], parts: int, k: int) -> list[slice]:

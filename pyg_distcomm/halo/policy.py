@@ -1,22 +1,26 @@
-"""Defines the codec, compression rate and staleness of the rows of a link, and its price."""
+"""Defines how the rows of a link travel, by codec, rate and staleness, and what it keeps."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.ledger import Short, format_table
+from pyg_distcomm.comm.collectives import Axis
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.comm.store import world_size
-from pyg_distcomm.halo.codec import Codec
+from pyg_distcomm.halo.codec import Codec, Load, RngKey
 from pyg_distcomm.halo.codecs import (
     Cast,
     ColumnMask,
@@ -30,9 +34,10 @@ from pyg_distcomm.halo.exchange import (
     CallKey,
     ExchangeKey,
     LayerExchange,
-    gradient_codec,
+    Packing,
+    StaleBuffer,
 )
-from pyg_distcomm.halo.halo import DEGREES, NAMES
+from pyg_distcomm.halo.halo import Direction, Halo
 from pyg_distcomm.halo.schedule import (
     Adaptive,
     Linear,
@@ -42,289 +47,364 @@ from pyg_distcomm.halo.schedule import (
     with_bits,
 )
 from pyg_distcomm.halo.staleness import Drift, Timing
-from pyg_distcomm.halo.state import ExchangeState, LayerState, LinkState, LinkUse
+from pyg_distcomm.halo.state import (
+    ExchangeState,
+    Forecast,
+    LayerState,
+    LinkPrice,
+    partition_fingerprint,
+    read_buffer,
+    saved_buffer,
+)
+
+# modes of a call of a layer; the greatest of any rank holds on all ranks
+TRAINS, EVALUATES, RECOMPUTES, REPEATS = range(4)
+MODES = 64  # digests of the layers' modes, sent in the same byte
+MIXED = (
+    "begins a pass in which some layers train on some ranks and evaluate on others; call "
+    "model.train() or model.eval() on all ranks alike"
+)
+PROBLEMS = {
+    RECOMPUTES: (
+        "was computed again in the backward pass (activation checkpointing), where an "
+        "exchange that is coded or late would travel twice; leave the layer out of the "
+        "checkpoint, or give it link='exact'"
+    ),
+    REPEATS: (
+        "runs again after its backward pass, in the same epoch of its link; call "
+        "link.step() once per epoch, after the optimizer's step"
+    ),
+}
 
 
-@dataclass(frozen=True)
-class Line:
-    """Prices one exchange of this rank in one epoch.
+@dataclass(eq=False)
+class LinkState:
+    """Holds the state of a link policy since it was made."""
 
-    Args:
-        layer: number, kind and call of the layer.
-        exchange: "ghost" moves rows over the row axis and "sums" moves sums back over it;
-            "out" and "far" do so over the col axis; numbers count what a layer looks up.
-        width: the width of the rows.
-        how: the codec and timing.
-        forward, backward: bytes received.
-        kept: bytes kept until the next epoch.
-    """
+    nodes: Rows | None = None  # the partition of nodes, once the link is in use
+    # the numbers of layers, in the order of their first use in training
+    numbers: Any = field(default_factory=weakref.WeakKeyDictionary)
+    # the provisional numbers of layers that were evaluated, but not trained yet
+    guests: Any = field(default_factory=weakref.WeakKeyDictionary)
+    layers: dict[int, LayerState] = field(default_factory=dict)
+    exchanges: dict[ExchangeKey, ExchangeState] = field(default_factory=dict)
+    calls: dict[CallKey, None] = field(default_factory=dict)  # of this epoch, in order
+    active: tuple[CallKey, ...] = ()  # the calls of the last epoch
+    last: CallKey | None = None  # the call that is exact
+    evaluates: bool = False  # whether ranks agreed at the last call that one evaluates
+    pipeline_epoch: int | None = None  # the latest of a pipeline that uses it by chunks
+    # layers whose inputs had been seen before the run was restored
+    constant: set[int] = field(default_factory=set)
+    # directions with in-degrees, by halo; for codecs that are `ranked`
+    degrees: Any = field(default_factory=weakref.WeakKeyDictionary)
+    # restored buffers that have not been used yet
+    saved: dict[tuple[ExchangeKey, bool], Any] = field(default_factory=dict)
+    mark: Mapping[str, Any] | None = None  # theirs: see `partition_fingerprint`
+    restored: bool = False  # whether it was restored, and nothing has run since
 
-    layer: str
-    exchange: str
-    width: int
-    how: str
-    forward: int
-    backward: int
-    kept: int
+    def bind(self, nodes: Rows) -> None:
+        """Binds the link to a mesh, and checks restored buffers; collective.
 
-
-@dataclass(frozen=True)
-class LinkPrice:
-    """Prices the exchanges of this rank in one epoch of training.
-
-    Args:
-        epoch: the epoch.
-        lines: each exchange.
-        agreement: bytes by which ranks agree on whether calls are exact, or skipped.
-        exact: whether bytes are exact; where exchanges may be skipped, they are upper bounds.
-    """
-
-    epoch: int
-    lines: tuple[Line, ...]
-    agreement: int
-    exact: bool
-
-    @property
-    def forward(self) -> int:
-        """Bytes received in forward passes."""
-        return sum(line.forward for line in self.lines)
-
-    @property
-    def backward(self) -> int:
-        """Bytes received in backward passes."""
-        return sum(line.backward for line in self.lines)
-
-    @property
-    def total(self) -> int:
-        """All bytes received, including those of the agreement."""
-        return self.forward + self.backward + self.agreement
-
-    @property
-    def kept(self) -> int:
-        """Bytes kept until the next epoch."""
-        return sum(line.kept for line in self.lines)
-
-    def __str__(self) -> str:
-        head = ["layer", "exchange", "width", "how", "forward", "backward", "kept"]
-        rows: list[Sequence[object]] = [
-            (
-                *(line.layer, line.exchange, line.width, line.how),
-                *map(Short, (line.forward, line.backward, line.kept)),
+        Raises:
+            ValueError: if it is bound to another mesh.
+        """
+        if self.nodes is None:
+            self.nodes = nodes
+        if self.nodes.mesh is not nodes.mesh:
+            raise ValueError(
+                f"this link is in use on {self.nodes.mesh}, and now on {nodes.mesh}; make "
+                "one for each"
             )
-            for line in self.lines
-        ]
-        sums = map(Short, (self.forward, self.backward, self.kept))
-        rows.append(("all", "", None, "", *sums))
-        most = "" if self.exact else ", at most"
-        return (
-            f"epoch {self.epoch}: bytes received here{most}\n{format_table(head, rows)}"
+        if not self.restored:
+            return
+        self.restored = False
+        wrong = torch.tensor(
+            [bool(self.saved) and self.mark != partition_fingerprint(nodes)]
         )
-
-
-@dataclass(frozen=True, eq=False)
-class LinkCostModel:
-    """Predicts the bytes of a link's exchanges from its state at one moment.
-
-    Args:
-        link: the link.
-        active: calls of the last whole epoch, or of this one if it is the first.
-        size: the number of ranks.
-    """
-
-    link: Any
-    active: tuple[CallKey, ...]
-    size: int
-
-    @staticmethod
-    def of(link: Any) -> LinkCostModel:
-        """Returns the cost model of the exchanges seen so far."""
-        state = link.state
-        first = link.epoch == 0 and bool(state.calls)
-        parts = state.nodes is None or state.in_pipeline
-        size = 1 if parts or state.nodes is None else state.nodes.mesh.size
-        return LinkCostModel(link, tuple(state.calls) if first else state.active, size)
-
-    def price(self, epoch: int) -> LinkPrice:
-        """Returns the price of an epoch on this rank."""
-        lines: dict[tuple[int, int, int], Line] = {}
-        decision_bytes = 0
-        for key, exchange in self._active_exchanges(epoch):
-            computed_now = self._is_computed_now(key.layer, epoch)
-            forward = self._received_bytes(key, exchange, epoch, False, computed_now)
-            backward = (
-                0
-                if computed_now
-                else self._received_bytes(key, exchange, epoch, True, computed_now)
+        wrong = collectives.all_reduce(wrong.to(torch.uint8), nodes.mesh.world, "max")
+        if wrong and self.saved:
+            self.saved = {}
+            warnings.warn(
+                "the late rows of this link were saved by another rank, or on "
+                "another number of ranks or another partition, and are dropped: the next "
+                "epoch is synchronous",
+                stacklevel=2,
             )
-            decision_bytes += (
-                0 if computed_now else self._skip_decision_bytes(key, exchange, epoch)
-            )
-            loads = [load for load in exchange.loads if load is not None]
-            before = lines.get(key[:3])
-            kept = 0 if computed_now else self._kept_bytes(key, exchange, epoch)
-            number = f" #{key.number}" if key.number else ""
-            lines[key[:3]] = Line(
-                f"{key.layer} {exchange.layer}{number}",
-                exchange_name(key.name),
-                loads[0].width if loads else 0,
-                self._describe(key, exchange, epoch, computed_now),
-                forward + (before.forward if before else 0),
-                backward + (before.backward if before else 0),
-                kept + (before.kept if before else 0),
-            )
-        agreement = self._agreement_bytes(epoch) + decision_bytes
-        return LinkPrice(epoch, tuple(lines.values()), agreement, not decision_bytes)
 
-    def _active_exchanges(
-        self, epoch: int
-    ) -> Iterator[tuple[ExchangeKey, ExchangeState]]:
-        for key, exchange in sorted(
-            self.link.state.exchanges.items(), key=lambda one: one[0]
-        ):
-            if key[:2] in self.active and not self._is_cached(key.layer, epoch):
-                yield key, exchange
+    @property
+    def in_pipeline(self) -> bool:
+        """Whether a pipeline uses the link."""
+        return self.pipeline_epoch is not None
 
-    def _agreement_bytes(self, epoch: int) -> int:
-        """Returns the bytes with which ranks agree on the modes of an epoch's calls."""
-        asking_layers = [
-            number
-            for number, _ in self.active
-            if not (
-                self._is_cached(number, epoch) or self._is_computed_now(number, epoch)
-            )
+    @property
+    def axis(self) -> Axis | None:
+        """The ranks that use the link, in all pipeline stages; None before its first use."""
+        if self.nodes is None:
+            return None
+        mesh = self.nodes.mesh
+        return mesh.everyone if self.in_pipeline else mesh.world
+
+    @property
+    def buffers(self) -> list[tuple[ExchangeKey, bool, StaleBuffer]]:
+        """All buffers in use, each with its exchange, and whether gradients are in it."""
+        return [
+            (key, bool(backward), buffer)
+            for key, exchange in self.exchanges.items()
+            for backward, buffer in enumerate(exchange.buffers)
+            if buffer.shape is not None
         ]
-        if not asking_layers or self.size == 1:
+
+    def number_of(self, layer: Any, trains: bool, name: str = "") -> int:
+        """Returns the number of a layer; a provisional one if it does not train yet.
+
+        Provisional numbers assume that layers train in the order in which they are evaluated.
+        After a restart as many layers are expected as before; further ones belong to another
+        copy of the model.
+        """
+        if trains:
+            if layer not in self.numbers:
+                self.guests.clear()
+            number = self.numbers.setdefault(layer, len(self.layers))
+            state = self.layers.setdefault(number, LayerState(""))
+            state.name, state.used = name or type(layer).__name__, True
+            return number
+        if layer not in self.numbers and layer not in self.guests:
+            before = {number for number, _ in self.active} | self.constant
+            if not self.layers and len(self.guests) == max(before, default=-1) + 1:
+                self.guests.clear()
+            self.guests[layer] = len(self.layers) + len(self.guests)
+        return (self.numbers if layer in self.numbers else self.guests)[layer]
+
+    def agree_on_mode(self, layer: Any, training: bool) -> int:
+        """Returns the mode of a call on all ranks; collective, except within a pass.
+
+        Raises:
+            ValueError: if other layers of the last epoch train here and elsewhere do not.
+        """
+        number = self.numbers.get(layer)
+        mode = self._mode(number, training)
+        known = number in self.layers and self.layers[number].first is not None
+        first = next(iter(self.calls), (number, 0))[0]
+        if mode == TRAINS and known and not (number == first or self.evaluates):
+            return mode  # the mode of the first call of this pass
+        assert self.nodes is not None
+        digest = self._digest(number)
+        packed = torch.tensor([mode * MODES + digest], dtype=torch.uint8)
+        packed = collectives.all_reduce(packed, self.nodes.mesh.data, "max")
+        mode, most = divmod(int(packed), MODES)
+        self.evaluates = mode == EVALUATES
+        if mode == TRAINS and digest != most:  # at least one rank differs, and raises
+            with self.guard():
+                number = self.number_of(layer, trains=False)
+                raise ValueError(f"{self.layer_name(number)} {MIXED}")
+        return mode
+
+    def _mode(self, number: int | None, training: bool) -> int:
+        if torch._C._current_graph_task_id() != -1:
+            return RECOMPUTES
+        if not training:
+            return EVALUATES
+        every = self.exchanges.items()
+        repeats = any(one.answered and key.layer == number for key, one in every)
+        return REPEATS if repeats else TRAINS
+
+    def _digest(self, number: int | None) -> int:
+        """Returns a digest of the layers that evaluate, 0 for a layer not in use."""
+        used = {other for other, _ in self.active}
+        if number not in used:  # layers are garbage-collected at different times
             return 0
-        new = {number for number in asking_layers if self._first_epoch(number) == epoch}
-        times = asking_layers.count(asking_layers[0]) + len(new - {asking_layers[0]})
-        return times * collectives.ring_words(1, self.size)
+        every = self.numbers.items()
+        modes = {at for layer, at in every if not getattr(layer, "training", True)}
+        return zlib.crc32(repr(sorted(modes & used)).encode()) % MODES
 
-    def _skip_decision_bytes(
-        self, key: ExchangeKey, exchange: ExchangeState, epoch: int
-    ) -> int:
-        """Returns at most how many bytes ranks use to decide whether to skip an exchange."""
-        if self.link.is_synchronous(epoch) or self._is_exact(key, exchange, epoch):
-            return 0
-        return sum(
-            8 * collectives.ring_words(2, load.peers + 1)
-            for backward, load in enumerate(exchange.loads)
-            if load is not None and self.link.timing.skips(bool(backward))
-        )
+    def layer_name(self, number: int) -> str:
+        """Returns the name of a layer in error messages."""
+        layer = self.layers.get(number)
+        return f"layer {number} ({layer.name if layer else 'not trained yet'})"
 
-    def _first_epoch(self, number: int) -> int:
-        """Returns the epoch in which a layer trains first."""
-        layer = self.link.state.layers.get(number)
-        return self.link.epoch if layer is None or layer.first is None else layer.first
+    def record_exchange(
+        self, key: ExchangeKey, backward: bool, load: Load, exact_reason: str
+    ) -> None:
+        """Records that an exchange takes place."""
+        if key not in self.exchanges:
+            name = self.layers[key.layer].name
+            self.exchanges[key] = ExchangeState(name, exact_reason)
+        exchange = self.exchanges[key]
+        exchange.answered = exchange.answered or backward
+        exchange.loads[backward] = load
 
-    def _input_stage(self, number: int) -> int:
-        layer = self.link.state.layers.get(number)
-        return 0 if layer is None else layer.input_stage
-
-    def _is_computed_now(self, number: int, epoch: int) -> bool:
-        """Tells whether a layer's product is computed in this epoch and then cached."""
-        layer = self.link.state.layers.get(number)
-        if layer is not None and layer.cached_at == epoch:
-            return True
-        return self._input_stage(number) == 1 and epoch == max(self.link.epoch, 1)
-
-    def _is_cached(self, number: int, epoch: int) -> bool:
-        """Tells whether a layer's product is cached, so that it exchanges nothing."""
-        if not self._input_stage(number) or self._is_computed_now(number, epoch):
-            return False
-        return epoch >= max(self.link.epoch, 1)
-
-    def _is_exact(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> bool:
-        first = self.link.exact_last and epoch == 0
-        return first or key[:2] == self.link.state.last or bool(exchange.exact_reason)
-
-    def oldest(self, epoch: int, late: int, since: int = 0) -> int:
-        """Returns the oldest epoch whose rows are used in `epoch`, at least `since`."""
-        window = range(epoch, max(epoch - late, -1), -1)
-        synchronous = (e for e in window if self.link.is_synchronous(e))
-        return next(synchronous, max(since, epoch - late))
-
-    def _codec(
-        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, backward: bool
-    ) -> Codec:
-        """Returns the codec of rows, or of gradients, in an epoch."""
-        if self._is_exact(key, exchange, epoch):
-            return Plain()
-        codec = self.link.codec_at(epoch)
-        if not backward:
-            return codec
-        buffer, read = exchange.buffers[False], epoch  # the epoch of the rows read
-        since = None if buffer is None else buffer.since
-        if self.link.timing.skips(False) and buffer is not None and buffer.messages:
-            read = buffer.messages[-1].epoch
-        elif since is not None and not self.link.is_synchronous(epoch):
-            read = self.oldest(epoch, self.link.timing.staleness(False), since)
-        return gradient_codec(codec, self._codec(key, exchange, read, False))
-
-    def _received_bytes(
+    def buffer(
         self,
         key: ExchangeKey,
-        exchange: ExchangeState,
-        epoch: int,
         backward: bool,
-        exact: bool,
-    ) -> int:
-        load = exchange.loads[backward]
-        if load is None:
-            return 0
-        codec = Plain() if exact else self._codec(key, exchange, epoch, backward)
-        return load.bytes(codec)
+        direction: Direction,
+        halo: Halo,
+        rows: Tensor,
+    ) -> StaleBuffer:
+        """Returns the buffer of an exchange in one direction, restored if it was saved."""
+        buffers = self.exchanges[key].buffers
+        if (key, backward) in self.saved:
+            saved = self.saved.pop((key, backward))
+            buffers[backward] = read_buffer(
+                saved, direction, self.layer_name(key.layer)
+            )
+        buffers[backward].bind(halo, rows.size(1), rows.dtype)
+        return buffers[backward]
 
-    def _kept_bytes(self, key: ExchangeKey, exchange: ExchangeState, epoch: int) -> int:
-        """Returns the bytes of both buffers after an epoch; see `StaleBuffer`."""
-        if key[:2] == self.link.state.last or exchange.exact_reason:
-            return 0
-        total = 0
-        for backward in (False, True):
-            load, late = exchange.loads[backward], self.link.timing.staleness(backward)
-            if load is None:
-                continue
-            buffer = exchange.buffers[backward]
-            since = epoch if buffer is None or buffer.since is None else buffer.since
-            for e in range(self.oldest(epoch, late - 1, since), epoch + 1):
-                total += load.bytes(self._codec(key, exchange, e, backward))
-            if self.link.timing.momentum(backward):
-                total += load.rows_bytes
-            row = load.width * load.dtype.itemsize
-            if self.link.timing.skips(backward):
-                sent = [m.codec for m in buffer.messages] if buffer else []
-                sent = sent or [self._codec(key, exchange, epoch, backward)]
-                total += load.bytes(sent[-1])
-                total += exchange.sent_rows[backward] * row
-        return total
+    def plan(
+        self,
+        key: ExchangeKey,
+        codec: Codec,
+        direction: Direction,
+        x: Tensor,
+        draw: RngKey,
+    ) -> Packing:
+        """Returns the plan of the messages of rows like `x`, the known one if it fits.
 
-    def _describe(
-        self, key: ExchangeKey, exchange: ExchangeState, epoch: int, computed_now: bool
-    ) -> str:
-        if computed_now:
-            return "exact: its product is kept"
-        if key[:2] == self.link.state.last:
-            return "exact: the last one"
-        if exchange.exact_reason:
-            return f"exact: {exchange.exact_reason}"
-        if self._is_exact(key, exchange, epoch):
-            return "exact: the first epoch"
-        how = f"{self.link.codec_at(epoch)}"
-        late = [self.link.timing.staleness(backward) for backward in (False, True)]
-        skip = self.link.timing.skip
-        if skip is not None and not self.link.is_synchronous(epoch):
-            return f"{how}, once it drifts by {skip.bound:g}"
-        if self.link.is_synchronous(epoch) or not any(late):
-            return how
-        if late[0] == late[1]:
-            return f"{how}, late by {late[0]}"
-        return f"{how}, late by {late[0]} and {late[1]}"
+        It is kept with the direction, so that it ends with its halo.
+        """
+        exchange = self.exchanges.get(key)
+        kept = direction.plans
+        known = None if exchange is None else kept.get(exchange)
+        if known is None or not known.fits(codec, direction, x):
+            of = direction.counts, draw, direction.index, direction
+            known = Packing.of(codec, x, *of)
+            if exchange is not None:
+                kept[exchange] = known
+        return known
 
+    @property
+    def constants(self) -> list[int]:
+        """The layers with constant inputs, whose products are cached."""
+        seen = {
+            number
+            for number, layer in self.layers.items()
+            if layer.input_stage
+            or (layer.stage is None and layer.cached_at is not None)
+        }
+        return sorted(seen | self.constant)
 
-def exchange_name(name: int) -> str:
-    """Returns the name of an exchange of a call."""
-    if name >= DEGREES:
-        return "degrees"
-    return NAMES[name] if name < len(NAMES) else str(name - len(NAMES))
+    def why_unused(self, epoch: int) -> str:
+        """Returns why no exchange is coded or late from this epoch on; "" if one may be."""
+        if self.in_pipeline or (self.nodes is not None and self.nodes.mesh.size == 1):
+            return ""
+        if not self.layers:
+            return (
+                "no layer has trained with it. Give it to pdc.partition(data, mesh, "
+                "link=link), "
+                "data.edge_index.with_link(link), pdc.convert(model, link) or a layer"
+            )
+        # by the third epoch the last call is known, and constant products are cached
+        trained = any(layer.used for layer in self.layers.values())
+        if epoch < 2 or not trained or any(call != self.last for call in self.calls):
+            return ""
+        return (
+            "all exchanges are exact: the product of constant inputs is kept, and the last "
+            "exchange is exact by default. Have it coded by exact_last=False, take one layer "
+            "more, or give dropout to the inputs"
+        )
+
+    def end_epoch(self, exact_last: bool) -> None:
+        """Ends an epoch: finds the last call in the first, and drops unused buffers."""
+        used = sum(layer.used for layer in self.layers.values())
+        many = max(len(self.calls), used) > 1 and not self.in_pipeline
+        self.active = tuple(self.calls)
+        if exact_last and self.last is None and self.calls and many:
+            self.last = self.active[-1]
+            for key, exchange in self.exchanges.items():
+                if key[:2] == self.last:
+                    exchange.exact_reason = "the last one"
+        alive = {call for call in self.active if call != self.last}
+        for key, exchange in self.exchanges.items():
+            if key[:2] in alive and not exchange.answered:
+                exchange.loads[True] = None  # gradients of frozen layers
+        self.drop(
+            lambda key, backward: (
+                key[:2] not in alive or (backward and not self.exchanges[key].answered)
+            )
+        )
+        cached = {n for n, one in self.layers.items() if one.cached_at is not None}
+        unused = {key.layer for key, _ in self.saved} - cached - self.constant
+        # a stage restores all layers
+        if unused and self.calls and not self.in_pipeline:
+            warnings.warn(
+                f"the late rows saved of layers {sorted(unused)}, in the order "
+                "of their first use, are dropped: the first epoch did not use them; run the "
+                "layers in the order in which they ran before",
+                stacklevel=3,
+            )
+        self.saved, self.calls = {}, {}
+        for layer in self.layers.values():
+            layer.used = False
+        for exchange in self.exchanges.values():
+            exchange.answered = False
+
+    def reset(self) -> None:
+        """Drops late rows, also restored ones, without waiting for them."""
+        for exchange in self.exchanges.values():
+            exchange.buffers = [StaleBuffer(), StaleBuffer()]
+        self.saved = {}
+
+    def drop(self, chosen: Callable[[ExchangeKey, bool], bool]) -> None:
+        """Drops buffers, once their messages have arrived."""
+        for key, backward, buffer in self.buffers:
+            if chosen(key, backward):
+                buffer.drain()
+                self.exchanges[key].buffers[backward] = StaleBuffer()
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Drops all buffers if an exchange fails, and reports the failure to all ranks.
+
+        Buffers may be partly updated, and other ranks wait for rows that are not sent.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.reset()
+            watch = None if self.nodes is None else self.nodes.mesh.world.watch
+            if watch is not None:
+                watch.report(error)
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of this rank as plain values and tensors."""
+        if any(exchange.answered for exchange in self.exchanges.values()):
+            warnings.warn(
+                "this link is saved between the backward pass of an epoch and link.step(): "
+                "a run restored from it repeats that epoch; save after link.step()",
+                stacklevel=3,
+            )
+        nodes = self.nodes
+        for _, _, buffer in self.buffers:
+            buffer.drain()
+        saved = [
+            {"of": [*key, backward], **saved_buffer(buffer)}
+            for key, backward, buffer in self.buffers
+        ]
+        return {
+            "last": self.last,
+            "active": self.active,
+            "parts_of": self.pipeline_epoch,
+            "mark": self.mark
+            if nodes is None or self.restored
+            else partition_fingerprint(nodes),
+            "constant": self.constants,
+            "kept": [*saved, *map(dict, self.saved.values())],
+        }
+
+    @staticmethod
+    def read(state: Mapping[str, Any]) -> LinkState:
+        """Returns the state that `state_dict` saved."""
+        last = None if state["last"] is None else tuple(state["last"])
+        active = tuple((layer, number) for layer, number in state["active"])
+        read = LinkState(mark=state["mark"], restored=True, active=active, last=last)
+        read.pipeline_epoch = state["parts_of"]
+        read.constant = {int(number) for number in state["constant"]}
+        for one in state["kept"]:
+            *key, backward = one["of"]
+            read.saved[ExchangeKey(*key), bool(backward)] = copy.deepcopy(one)
+        return read
 
 
 __all__ = ["LinkPolicy"]
@@ -334,7 +414,7 @@ _STATE_KEYS = frozenset(
 )
 
 
-class LinkPolicy(LinkUse):
+class LinkPolicy:
     """Defines how rows travel between ranks, and when they are used.
 
     Given to `pdc.partition(data, mesh, link=...)`, to `data.edge_index.with_link(...)`, to
@@ -421,11 +501,109 @@ class LinkPolicy(LinkUse):
         self._warned = False
         self._begin_epoch()
 
+    def is_used_on(self, mesh: Any) -> bool:
+        """Tells whether layers on a mesh use codecs or late rows."""
+        return mesh.size > 1 and not self.is_exact
+
+    def check_ranked(self, nodes: Rows, degrees: Callable[[], Tensor] | None) -> None:
+        """Raises a ValueError if a codec needs in-degrees that are not available."""
+        if not self.codec.ranked:
+            return
+        if nodes.mesh.grid[1:] != (1, 1):
+            raise ValueError(
+                f"{self!r} needs in-degrees of own nodes, on grids (P, 1, 1), but the mesh "
+                f"is {nodes.mesh.grid}; use pdc.init('1d'), or RangeBits"
+            )
+        if degrees is None:
+            raise ValueError(
+                f"{self!r} needs in-degrees, but edges between two types of nodes have none "
+                "for their sources; use RangeBits or Quantise"
+            )
+
+    def begin(
+        self,
+        layer: Any,
+        nodes: Rows,
+        training: bool,
+        stage: Callable[[], int] | None = None,
+        name: str = "",
+        degrees: Callable[[], Tensor] | None = None,
+    ) -> LayerExchange | None:
+        """Returns one call of a layer, or None if it is exact; collective.
+
+        Args:
+            layer: the layer.
+            nodes: the partition of nodes.
+            training: whether the layer trains.
+            stage: returns the caching stage of its input; see `ProductCache.stage`.
+            name: its name in error messages; by default its class.
+            degrees: returns the in-degrees of own nodes `[n]`; None if unknown.
+        """
+        state = self.state
+        if not self.is_used_on(nodes.mesh):
+            return None
+        self.check_ranked(nodes, degrees)
+        state.bind(nodes)
+        mode = state.agree_on_mode(layer, training and torch.is_grad_enabled())
+        if mode == EVALUATES:
+            number = state.number_of(layer, trains=False)
+            if self.exact_eval or (state.last or (-1,))[0] == number:
+                return None
+            return self._layer_exchange((number, 0), trains=False, degrees=degrees)
+        state.nodes = nodes  # may be those of an updated graph
+        number = state.number_of(layer, True, name)
+        if mode in PROBLEMS:
+            raise ValueError(f"{state.layer_name(number)} {PROBLEMS[mode]}")
+        used = state.layers[number]
+        used.first = self.epoch if used.first is None else used.first
+        used.last, used.stage = self.epoch, stage or used.stage
+        call = number, sum(1 for other, _ in state.calls if other == number)
+        state.calls[call] = None
+        exchange = self._layer_exchange(call, trains=True, degrees=degrees)
+        return exchange.as_exact("the last one") if call == state.last else exchange
+
+    def _layer_exchange(
+        self,
+        call: CallKey,
+        *,
+        trains: bool,
+        degrees: Callable[[], Tensor] | None = None,
+    ) -> LayerExchange:
+        first = self.exact_last and self.epoch == 0 and trains
+        return LayerExchange(
+            self,
+            call,
+            self.epoch,
+            Plain() if first else self._codec,
+            synchronous=not trains or self._synchronous,
+            trains=trains,
+            degrees=degrees,
+        )
+
+    def note_cached(self, layer: Any, nodes: Rows, trains: bool) -> None:
+        """Records that a layer's product is computed exactly, in order to be cached."""
+        if nodes.mesh.size == 1:
+            return
+        state, number = self.state, self.state.number_of(layer, trains)
+        known = state.layers.get(number)
+        if trains and known is not None:
+            known.cached_at = self.epoch
+            state.constant.discard(number)
+        if trains or (known is not None and known.input_stage):
+            state.drop(lambda key, _: key.layer == number)
+
+    def was_constant(self, layer: Any, trains: bool) -> bool:
+        """Tells whether a layer's input was known to be constant before a restart."""
+        return self.state.number_of(layer, trains) in self.state.constant
+
     def begin_pipeline(self, nodes: Rows) -> None:
         """Begins an epoch of a pipeline, on the ranks of all its stages; see `begin_chunk`.
 
+        Collective over a stage at first.
+
         Raises:
-            ValueError: for a link that skips, or needs in-degrees: chunks support neither.
+            ValueError: for a link that skips, or needs in-degrees: chunks support neither; and
+                if the epoch has begun already.
         """
         if self.timing.skip or self.codec.ranked:
             raise ValueError(
@@ -433,7 +611,10 @@ class LinkPolicy(LinkUse):
                 "not support; leave out skip, and use Quantise or RangeBits for DegreeBits"
             )
         if nodes.mesh.size > 1 and not self.is_exact:
-            self.state.begin_pipeline(nodes, self.epoch)
+            self.state.bind(nodes)
+            if self.state.pipeline_epoch == self.epoch:
+                raise ValueError(f"a pipeline {PROBLEMS[REPEATS]}")
+            self.state.pipeline_epoch = self.epoch
 
     def begin_chunk(
         self, boundary: int, name: str, number: int, last: bool
@@ -461,6 +642,12 @@ class LinkPolicy(LinkUse):
         if epoch == 0 or self.timing.synchronous(epoch):
             return True
         return self.trend is not None and self.trend.synchronous
+
+    def oldest(self, epoch: int, late: int, since: int = 0) -> int:
+        """Returns the oldest epoch whose rows are used in `epoch`, at least `since`."""
+        window = range(epoch, max(epoch - late, -1), -1)
+        synchronous = (e for e in window if self.is_synchronous(e))
+        return next(synchronous, max(since, epoch - late))
 
     def codec_at(self, epoch: int) -> Codec:
         """Returns the codec of an epoch: of rows, and of the gradients that answer them."""
@@ -536,7 +723,7 @@ class LinkPolicy(LinkUse):
                 link are priced at the current bits.
         """
         epoch = self.epoch if epoch is None else epoch
-        return LinkCostModel.of(self).price(epoch)
+        return Forecast(self, epoch).price()
 
     def staleness(self, epoch: int | None = None) -> int:
         """Returns by how many epochs the oldest rows or gradients of an epoch are late.
@@ -555,9 +742,7 @@ class LinkPolicy(LinkUse):
         if self.timing.skip is not None:
             sent = [b.messages[-1].epoch for *_, b in self.state.buffers if b.messages]
             return max(self.epoch - 1 - min(sent, default=epoch), 0)
-        model = LinkCostModel.of(self)
-        ends = (model.oldest(epoch, self.timing.staleness(b)) for b in (False, True))
-        return max(epoch - end for end in ends)
+        return max(epoch - self.oldest(epoch, late) for late in self.lateness)
 
     @property
     def held(self) -> int:

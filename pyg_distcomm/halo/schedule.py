@@ -125,21 +125,13 @@ class Adaptive:
 
 @dataclass(eq=False)
 class LossTrend:
-    """Tracks the loss of an `Adaptive` link, and its bits.
-
-    Args:
-        rule: the rule by which bits change.
-        bits: the bits of its codec, within bounds.
-        synchronous: whether its exchanges are synchronous.
-        mean: the mean loss.
-        slopes: |change of mean| of the last epochs.
-    """
+    """Tracks the loss of an `Adaptive` link, its bits, and whether it is synchronous now."""
 
     rule: Adaptive
     bits: int
     synchronous: bool = False
     mean: float | None = None
-    slopes: list[float] = field(default_factory=list)
+    slopes: list[float] = field(default_factory=list)  # |change of mean|, the last ones
 
     def __post_init__(self) -> None:
         self.bits = min(max(self.bits, self.rule.least), self.rule.most)
@@ -165,12 +157,9 @@ class LossTrend:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the progress as plain values."""
-        return {
-            "bits": self.bits,
-            "synchronous": self.synchronous,
-            "mean": self.mean,
-            "slopes": list(self.slopes),
-        }
+        progress = {**vars(self), "slopes": list(self.slopes)}
+        del progress["rule"]
+        return progress
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the progress of another trend."""

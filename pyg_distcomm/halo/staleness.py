@@ -82,17 +82,14 @@ class Timing:
     skip: Drift | None = None
 
     def __post_init__(self) -> None:
-        for name in ("late", "late_gradients"):
+        least = {"late": 0, "late_gradients": 0, "sync_every": 1, "warmup": 0}
+        for name, fewest in least.items():
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name} is a number of epochs, got {value!r}")
-        every = self.sync_every
-        if every is not None and (not isinstance(every, int) or every < 1):
-            raise ValueError(
-                f"sync_every is a number of epochs, 1 or more, got {every!r}; None for never"
-            )
-        if not isinstance(self.warmup, int) or self.warmup < 0:
-            raise ValueError(f"warmup is a number of epochs, got {self.warmup!r}")
+            left_out = value is None and name in ("late_gradients", "sync_every")
+            if not left_out and (not isinstance(value, int) or value < fewest):
+                raise ValueError(
+                    f"{name} is a number of epochs, {fewest} or more, got {value!r}"
+                )
         ever = max(self.staleness(False), self.staleness(True)) > 0
         for name in ("smooth", "smooth_gradients"):
             value = getattr(self, name)

@@ -152,7 +152,7 @@ class Links(NamedTuple):
     def price(self, width: int) -> Price:
         """Returns the price of one product at `width` features."""
         there = self.ghost.price(width) + self.far.price(width)
-        back = self.out.price_transpose(width) + self.sums.price_transpose(width)
+        back = self.out.price(width, True) + self.sums.price(width, True)
         return there + back
 
     def wrapped(self, wrapper: LinkWrapper) -> Links:

@@ -232,7 +232,7 @@ class ChunkPass:
             for link in self.plan.links:
                 total += link.price(width)
                 if site.needs_gradient:
-                    total += link.price_transpose(width)
+                    total += link.price(width, True)
             found.append((total, site.mix.element_size()))
         return found
 
