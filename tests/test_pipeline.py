@@ -193,7 +193,7 @@ def test_another_graph_is_refused():
     pipe = pdc.Pipeline(stack_of("gcn"), mesh, chunks=2)
     with pytest.raises(TypeError, match="share of pdc"):
         pipe.train_step(data, loss_of)
-    with pytest.raises(ValueError, match="has seen the data"):
+    with pytest.raises(ValueError, match="has not seen the data"):
         pipe.price()
     pipe(share)
     with pytest.raises(ValueError, match="another graph"):

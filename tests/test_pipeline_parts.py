@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -25,65 +25,20 @@ from pyg_distcomm.pipeline.layer_stack import (
     read_stack,
 )
 from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
-from pyg_distcomm.pipeline.schedule import (
-    Action,
-    ActionSpan,
-    bubble,
-    fill_drain,
-)
-
-
-def carried_out(schedule, forward, backward):
-    """When each chunk is computed, if transfers take no time; asserts that no stage hangs."""
-    cost = {"forward": forward, "backward": backward}
-    left = [list(actions) for actions in schedule.stages]
-    clock, spans, lanes, arrived = [0.0] * len(left), set(), defaultdict(list), {}
-    moving = True
-    while moving:
-        moving = False
-        for stage, actions in enumerate(left):
-            while actions:
-                action = actions[0]
-                if action.kind.startswith("receive"):
-                    if (stage, action) not in arrived:
-                        break
-                    clock[stage] = max(clock[stage], arrived[stage, action])
-                elif action.peer:
-                    begun = action.kind.removesuffix("_grad"), action, clock[stage]
-                    lanes[stage, stage + action.peer].append(begun)
-                    meet(lanes, stage, stage + action.peer, arrived)
-                actions.pop(0)
-                end = clock[stage] + cost.get(action.kind, 0.0)
-                if action.kind in cost:
-                    span = stage, action.kind, action.slot, clock[stage], end
-                    spans.add(ActionSpan(*span))
-                clock[stage], moving = end, True
-    assert not any(left), f"stages would wait for ever: {left}"
-    assert not any(lanes.values())
-    return spans
-
-
-def meet(lanes, here, there, arrived):
-    """Has the first messages at both ends of a lane meet: a send and its post."""
-    ends = lanes[here, there], lanes[there, here]
-    while all(ends):
-        (one, mine, began), (other, theirs, began_there) = (end.pop(0) for end in ends)
-        assert {one, other} == {"send", "post"}
-        assert mine.slot == theirs.slot
-        assert mine.kind.endswith("_grad") == theirs.kind.endswith("_grad")
-        to, post = (here, mine) if one == "post" else (there, theirs)
-        receive = Action(post.kind.replace("post", "receive"), post.slot)
-        arrived[to, receive] = max(began, began_there)
+from pyg_distcomm.pipeline.schedule import bubble, fill_drain
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_schedules_are_carried_out(stages):
-    for chunks, ahead in itertools.product(range(1, 10), range(0, 4)):
-        schedule = fill_drain(stages, chunks, ahead)
+def test_schedules_are_drawn(stages):
+    for chunks in range(1, 10):
+        schedule = fill_drain(stages, chunks)
         assert schedule.bubble == pytest.approx(bubble(stages, chunks))
-        assert set(schedule.spans(1.0, 2.0)) == carried_out(schedule, 1.0, 2.0)
-        ends = [span.end for span in schedule.spans(1.0, 2.0)]
-        assert max(ends) == 3 * (chunks + stages - 1)
+        spans = {s[:3]: s for s in map(astuple, schedule.spans(1.0, 2.0))}
+        assert max(span[-1] for span in spans.values()) == 3 * (chunks + stages - 1)
+        for (stage, kind, slot), (*_, begin, end) in spans.items():
+            assert end - begin == {"forward": 1.0, "backward": 2.0}[kind]
+            before = stage + (-1 if kind == "forward" else 1), kind, slot
+            assert before not in spans or spans[before][-1] <= begin
         drawn = str(schedule).splitlines()
         assert len(drawn) == stages + 1
         for line in drawn[:-1]:  # each turn is a chunk, or nothing

@@ -14,6 +14,8 @@ gradients of all chunks; in a forward pass they raise, by `ChunkMesh.world`. Not
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -56,45 +58,34 @@ class ChunkPass:
     The first pass over the whole graph ("fill") makes the sites. It fixes how many times
     each layer exchanges rows, and how wide the rows are.
 
-    Args:
-        plan: the chunks.
-        cross: the factor of gradients that cross from chunk to chunk.
-        seed: the seed of dropout.
-        link: how rows travel among the ranks of a stage; None is exact and synchronous.
-        mode: "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
-            "forward", "again" (recomputes a chunk whose rows are in place).
-        epoch, layer: the epoch and the layer that are being computed.
-        sites: the buffer of each exchange, by (layer, number of the exchange).
-        facts: rows that do not change from epoch to epoch (degrees), by (layer, number).
-        before, all_sites: the number of sites of earlier stages, and of all stages.
-        readers: the layers that exchange rows by the link.
+    Its mode is "fill" (the whole graph, into sites), "full" (the whole graph, exactly),
+    "forward", or "again" (recomputes a chunk whose rows are in place).
     """
 
     plan: ChunkPlan
-    cross: float
-    seed: int
-    link: LinkPolicy | None = None
+    cross: float  # the factor of gradients that cross from chunk to chunk
+    seed: int  # of dropout
+    link: LinkPolicy | None = None  # among the ranks of a stage; None is exact
     mode: str = "fill"
-    epoch: int = 0
+    epoch: int = 0  # what is being computed
     layer: int = 0
+    # the buffer of each exchange, by (layer, number of the exchange)
     sites: dict[tuple[int, int], HistoryBuffer] = field(default_factory=dict)
+    # rows that do not change from epoch to epoch (degrees), by (layer, number)
     facts: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    before: int = 0
-    all_sites: int = 0
-    readers: list[list[MessagePassing]] = field(default_factory=list)
+    before: int = 0  # the number of sites of earlier stages
+    all_sites: int = 0  # and of all stages
+    readers: list[list[MessagePassing]] = field(default_factory=list)  # by the link
     _exact_reason: str = ""
-    _num_exchanges: int = 0
-    _num_facts: int = 0
-    _num_draws: int = 0
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def begin_layer(self, layer: int, chunk: int | None) -> None:
         """Starts to count the exchanges and random draws of a layer.
 
         Draws on plain tensors, such as weights, repeat when the layer is recomputed.
         """
-        self.layer, self._num_exchanges, self._num_draws = layer, 0, 0
-        self._num_facts = 0
-        self._exact_reason = ""
+        self.layer, self._exact_reason = layer, ""
+        self._counts.clear()
         pass_id = 0 if chunk is None else 1 + chunk
         key = random.fold(self.seed, _PLAIN, self.epoch, layer, pass_id)
         random.seed(key, self.plan.topology.device)
@@ -129,13 +120,12 @@ class ChunkPass:
 
     def next_key(self) -> int:
         """Returns the key of the layer's next random draw; recomputing repeats the keys."""
-        self._check_not_backward()
-        self._num_draws += 1
-        return random.fold(self.seed, _KEYED, self.epoch, self.layer, self._num_draws)
+        _, number = self._next("draw")
+        return random.fold(self.seed, _KEYED, self.epoch, self.layer, number)
 
     def read(self, x: Tensor, operator: Operator, chunk: int | None) -> Tensor:
         """Stores rows `[n_c, ...]` in the layer's next site; returns the product's rows."""
-        flat, key = _flat(x), self._next_site_key()
+        flat, key = _flat(x), self._next("exchange")
         if chunk is None:
             ghosts = self._ghost_rows(flat, key, operator)
             out = operator.ghost.add_matmul(ghosts, operator.own.matmul(flat))
@@ -147,8 +137,8 @@ class ChunkPass:
     def gathered(self, x: Tensor, chunk: int | None) -> Tensor:
         """Returns the source rows of a chunk's edges that lie outside the chunk."""
         if chunk is not None:
-            return self.read(x, self.plan.gather(), chunk)
-        ghosts = self._ghost_rows(_flat(x), self._next_site_key(), self.plan.gather())
+            return self.read(x, self.plan.gather, chunk)
+        ghosts = self._ghost_rows(_flat(x), self._next("exchange"), self.plan.gather)
         return ghosts.reshape(len(ghosts), *x.shape[1:])
 
     def _site(self, x: Tensor, key: tuple[int, int]) -> HistoryBuffer:
@@ -173,10 +163,9 @@ class ChunkPass:
         """Fetches the rows of all ghosts, sorted by chunk; in mode "fill" a site keeps them."""
         ghosts = self._fetch_ghosts(x)
         if self.mode == "fill":
-            made = self.plan, x, operator, self.cross
+            made = self.plan, torch.cat([x.detach(), ghosts]), operator, self.cross
             wrap = functools.partial(self._chunk_link, key)
-            site = self.sites[key] = HistoryBuffer(*made, wrap, self._exact_reason)
-            site.put(x.detach(), ghosts)
+            self.sites[key] = HistoryBuffer(*made, wrap, self._exact_reason)
         return ghosts
 
     def _chunk_link(self, key: tuple[int, int], chunk: int) -> Link:
@@ -195,9 +184,7 @@ class ChunkPass:
 
     def constant_rows_of(self, x: Tensor, chunk: int | None) -> Tensor:
         """Returns what `gathered` does, for rows `[n_c, w]` that are equal in all epochs."""
-        self._check_not_backward()
-        self._num_facts += 1
-        key = self.layer, self._num_facts
+        key = self._next("fact")
         if chunk is None:
             ghosts = self._fetch_ghosts(x)
             if self.mode == "fill":
@@ -236,13 +223,11 @@ class ChunkPass:
             found.append((total, site.mix.element_size()))
         return found
 
-    def _next_site_key(self) -> tuple[int, int]:
-        self._check_not_backward()
-        self._num_exchanges += 1
-        return self.layer, self._num_exchanges
+    def _next(self, what: str) -> tuple[int, int]:
+        """Returns the layer, and the number of its next exchange, fact or draw.
 
-    def _check_not_backward(self) -> None:
-        """Raises inside a backward pass, where exchanges and draws cannot be counted."""
+        Raises inside a backward pass, where they cannot be counted.
+        """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "a layer of a pipeline was computed again in the backward pass "
@@ -250,6 +235,8 @@ class ChunkPass:
                 "layers do; leave the checkpoint out: with recompute=True (the default) "
                 "a pipeline computes each chunk again instead of keeping its activations"
             )
+        self._counts[what] += 1
+        return self.layer, self._counts[what]
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -282,22 +269,18 @@ class ChunkMesh:
 
 
 class RefusedLink:
-    """Stands in place of a chunk's halo, which only sites may use: every attribute raises."""
+    """Stands in place of a chunk's halo, which only sites may use."""
+
+    silent = False
+
+    def __init__(self, num_ghosts: int) -> None:
+        self.num_ghosts = num_ghosts
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(
             "a layer of a pipeline sums over the edges that leave a node, but these lie in "
             "other chunks; precompute the sums as an attribute of the Data"
         )
-
-
-class _Outside(RefusedLink):
-    """Stands in place of the halo of ids of which some are of other chunks."""
-
-    silent = False
-
-    def __init__(self, num_ghosts: int) -> None:
-        self.num_ghosts = num_ghosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,11 +326,6 @@ class ChunkTopology(Topology):
         self.run, self.chunk = run, chunk
         nodes.derived["topology"] = self
 
-    @property
-    def outside(self) -> Any:
-        """What stands in place of the halo of ids of sources."""
-        return _Outside(len(self.locals.ghost_gid))
-
     @cached_property
     def locals(self) -> ChunkLocals:  # type: ignore[override]
         """Edges in the chunk's own numbering."""
@@ -357,7 +335,7 @@ class ChunkTopology(Topology):
         else:
             ends, places = plan.local_edges(chunk)
             ghost = plan.gid[places.cpu()]
-        closed: Any = RefusedLink()
+        closed: Any = RefusedLink(len(ghost))
         return ChunkLocals(lambda: ends, ghost, closed, own, self.run, chunk)
 
     @property
@@ -380,46 +358,33 @@ class ChunkTopology(Topology):
         exchange: Any = None,
     ) -> ChunkMatrix:
         """Returns the chunk's rows of a matrix, degrees taken over the whole graph."""
-        if weight is not None:
-            edges = self.locals.ends
-            if kind.normalize:
-                loops = kind.improved, kind.add_self_loops
-                edges, weight = self.gcn_norm(weight, *loops, dtype)
-            return ChunkMatrix(self, None, edges, weight)
-        plan = self.run.plan
+        run, plan, chunk, here = self.run, self.run.plan, self.chunk, self.locals
+        if weight is None:
+            how = kind.improved, kind.add_self_loops, dtype
+            planned = plan.gcn(*how) if kind.normalize else plan.sum
+            return ChunkMatrix(lambda x: run.read(x, planned, chunk))
+        edges = here.ends
         if kind.normalize:
-            return ChunkMatrix(
-                self, plan.gcn(kind.improved, kind.add_self_loops, dtype)
-            )
-        return ChunkMatrix(self, plan.sum())
+            loops = kind.improved, kind.add_self_loops
+            edges, weight = self.gcn_norm(weight, *loops, dtype)
+
+        def multiply(x: Tensor) -> Tensor:
+            values = weight.to(x.dtype).unsqueeze(1)
+            message = values * here.with_ghosts(x).index_select(0, edges[0])
+            return torch.zeros_like(x).index_add(0, edges[1], message)
+
+        return ChunkMatrix(multiply)
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkMatrix:
-    """Multiplies the rows that a chunk reads by its rows of a matrix.
+    """Multiplies the rows that a chunk reads by its rows of a matrix."""
 
-    Args:
-        topology: the chunk's edges.
-        planned: the matrix, if its values were planned for all chunks.
-        edges, weight: the matrix's nonzeros otherwise, in the chunk's numbering.
-    """
-
-    topology: ChunkTopology
-    planned: Operator | None
-    edges: Tensor | None = None
-    weight: Tensor | None = None
+    multiply: Callable[[Tensor], Tensor]
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """Returns the product for each node of the chunk."""
-        here = self.topology
-        if self.planned is not None:
-            return here.run.read(x, self.planned, here.chunk)
-        assert self.edges is not None
-        assert self.weight is not None
-        every = here.locals.with_ghosts(x)
-        weight = self.weight.to(x.dtype).unsqueeze(1)
-        message = weight * every.index_select(0, self.edges[0])
-        return torch.zeros_like(x).index_add(0, self.edges[1], message)
+        return self.multiply(x)
 
 
 class _RepeatableOrder(MultiplyOrder):

@@ -26,6 +26,7 @@ of the link that brought their rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,10 +77,6 @@ class ChunkOrder:
     def rows(self, chunk: int) -> slice:
         """The places of a chunk."""
         return slice(self.bounds[chunk], self.bounds[chunk + 1])
-
-    def size(self, chunk: int) -> int:
-        """The number of rows of a chunk."""
-        return self.bounds[chunk + 1] - self.bounds[chunk]
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,20 +139,7 @@ class ChunkPlan:
     links: tuple[Link, ...]
     all_chunks: Link
     crossing: float = 0.0
-    _operators: dict[Any, Operator] = field(default_factory=dict, repr=False)
-    _local_edges: dict[int, tuple[Tensor, Tensor]] = field(
-        default_factory=dict, repr=False
-    )
-
-    @property
-    def source(self) -> Tensor:
-        """The sources of edges, by place."""
-        return self.ends[0]
-
-    @property
-    def target(self) -> Tensor:
-        """The targets of edges, by place."""
-        return self.ends[1]
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def chunks(self) -> int:
@@ -171,12 +155,6 @@ class ChunkPlan:
     def counts(self) -> tuple[int, int]:
         """Own nodes and ghosts, n and h."""
         return len(self.own.order), len(self.ghost.order)
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        """The bounds of blocks of rows: own rows by chunk, then ghosts by chunk."""
-        n = self.counts[0]
-        return (*self.own.bounds, *(n + b for b in self.ghost.bounds[1:]))
 
     @cached_property
     def edges(self) -> Tensor:
@@ -196,62 +174,51 @@ class ChunkPlan:
 
         Shapes: sources and targets [2, e_c], numbered own rows first; places [u_c], ascending.
         """
-        if chunk not in self._local_edges:
-            self._local_edges[chunk] = self._build_local_edges(chunk)
-        return self._local_edges[chunk]
 
-    def _build_local_edges(self, chunk: int) -> tuple[Tensor, Tensor]:
-        edges, rows = self.edge.rows(chunk), self.own.rows(chunk)
-        source, target = self.source[edges], self.target[edges] - rows.start
-        inside = (source >= rows.start) & (source < rows.stop)
-        places, index = torch.unique(source[~inside], return_inverse=True)
-        lid = source - rows.start
-        lid[~inside] = index + (rows.stop - rows.start)
-        return torch.stack([lid, target]), places
+        def make() -> tuple[Tensor, Tensor]:
+            rows = self.own.rows(chunk)
+            source, target = self.ends[:, self.edge.rows(chunk)]
+            inside = (source >= rows.start) & (source < rows.stop)
+            places, index = torch.unique(source[~inside], return_inverse=True)
+            lid = source - rows.start
+            lid[~inside] = index + (rows.stop - rows.start)
+            return torch.stack([lid, target - rows.start]), places
 
+        return self._cached(chunk, make)  # type: ignore[no-any-return]
+
+    @cached_property
     def gather(self) -> Operator:
-        """Returns the matrix of zeros and ones that selects the rows each chunk reads."""
+        """The matrix of zeros and ones that selects the rows each chunk reads."""
+        every = [self.local_edges(c)[1] for c in range(self.chunks)]
+        bounds = 0, *itertools.accumulate(map(len, every))
+        col = torch.cat(every)
+        row = torch.arange(len(col), device=col.device)
+        return Operator.build(row, col, None, bounds, self.counts)
 
-        def make() -> Operator:
-            every = [self.local_edges(c)[1] for c in range(self.chunks)]
-            bounds = [0]
-            for places in every:
-                bounds.append(bounds[-1] + len(places))
-            col = torch.cat(every)
-            row = torch.arange(len(col), device=col.device)
-            return Operator.build(row, col, None, tuple(bounds), self.counts)
-
-        return self._cached("gather", make)
-
+    @cached_property
     def sum(self) -> Operator:
-        """Returns the matrix of all edges, each 1."""
-
-        def make() -> Operator:
-            edges = self.target, self.source
-            return Operator.build(*edges, None, self.own.bounds, self.counts)
-
-        return self._cached("sum", make)
+        """The matrix of all edges, each 1."""
+        source, target = self.ends
+        return Operator.build(target, source, None, self.own.bounds, self.counts)
 
     def gcn(self, improved: bool, loops: bool, dtype: torch.dtype) -> Operator:
         """Returns the symmetrically normalised matrix; collective at its first use."""
 
         def make() -> Operator:
-            here = self.topology.locals
-            edges = here.ends
+            here, edges = self.topology.locals, self.topology.edges
             with torch.no_grad():
-                edges, value = gcn_norm(
-                    here, edges, self.topology.edges, None, improved, loops, dtype
-                )
+                how = None, improved, loops, dtype
+                ends, value = gcn_norm(here, here.ends, edges, *how)
             place = torch.cat([self.own.place, self.counts[0] + self.ghost.place])
-            col, row = place[edges[0]], self.own.place[edges[1]]
+            col, row = place[ends[0]], self.own.place[ends[1]]
             return Operator.build(row, col, value, self.own.bounds, self.counts)
 
-        return self._cached(("gcn", improved, loops, dtype), make)
+        return self._cached((improved, loops, dtype), make)  # type: ignore[no-any-return]
 
-    def _cached(self, kind: Any, make: Callable[[], Operator]) -> Operator:
-        if kind not in self._operators:
-            self._operators[kind] = make()
-        return self._operators[kind]
+    def _cached(self, kind: Any, make: Callable[[], Any]) -> Any:
+        if kind not in self._made:
+            self._made[kind] = make()
+        return self._made[kind]
 
 
 def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
@@ -364,7 +331,7 @@ class HistoryBuffer:
 
     Args:
         plan: the chunks.
-        like: rows of the layer, for their dtype and device, `[*, w]`.
+        mix: the rows of all chunks, which are their history, too.
         operator: the matrix that multiplies them.
         cross: the factor of gradients that cross from chunk to chunk, of `GRADIENTS`.
         wrap: returns the link of a chunk in this epoch, if rows are coded or late.
@@ -374,16 +341,14 @@ class HistoryBuffer:
     def __init__(
         self,
         plan: ChunkPlan,
-        like: Tensor,
+        mix: Tensor,
         operator: Operator,
         cross: float,
         wrap: Callable[[int], Link] | None = None,
         exact_reason: str = "",
     ) -> None:
-        n, h = plan.counts
         self.plan, self.operator, self.cross = plan, operator, cross
-        self.mix = like.new_zeros((n + h, like.size(1)))
-        self.history = torch.zeros_like(self.mix) if plan.chunks > 1 else None
+        self.mix, self.history = mix, mix.clone() if plan.chunks > 1 else None
         self.gradients: Tensor | None = None
         self.needs_gradient, self.exact_reason = False, exact_reason
         self._wrap = wrap
@@ -392,13 +357,6 @@ class HistoryBuffer:
         self._refreshed: set[int] | None = None
 
     # the forward pass
-
-    def put(self, x: Tensor, ghosts: Tensor) -> None:
-        """Stores the rows of all chunks, also as their history."""
-        n = self.plan.counts[0]
-        self.mix[:n], self.mix[n:] = x, ghosts
-        if self.history is not None:
-            self.history.copy_(self.mix)
 
     def read(self, x: Tensor, chunk: int, again: bool) -> Tensor:
         """Stores the rows of a chunk, and returns its rows of the operator's product.

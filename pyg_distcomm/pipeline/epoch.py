@@ -26,7 +26,6 @@ from pyg_distcomm.pipeline.layer_stack import (
     names_crossing,
     names_from_data,
 )
-from pyg_distcomm.pipeline.schedule import Action, StageSchedule
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 Values = dict[str, Any]
@@ -36,10 +35,7 @@ Values = dict[str, Any]
 class StageTensors:
     """The layout of the tensors that cross from stage to stage: one row per node holds all.
 
-    Args:
-        names: the names of the tensors.
-        shapes: for each tensor the shape of a row; for a list of tensors a list of shapes.
-        dtype: the dtype of all of them.
+    Of each it has the shape of a row, or for a list of tensors a list of shapes.
     """
 
     names: tuple[str, ...]
@@ -125,18 +121,23 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 class Stage:
-    """Consecutive layers of a stack, and the data they read.
+    """Consecutive layers of a stack, the data they read, and the rows they receive and send.
+
+    Shapes (this rank; n own nodes, sorted by chunk): inbox [n, d_in], outbox [n, d_out]. In
+    the backward pass they hold the gradients of these rows.
 
     Args:
         layers: all layers of the stack.
         begin, end: the range of this stage's layers.
         run: the state of the pass that is being computed.
-
     """
 
-    boundary: (
-        StageBuffers  # the rows that it receives and sends, once `fill` has run it
-    )
+    # the layout of the inbox; the first stage has none
+    received: StageTensors | None = None
+    inbox: Tensor | None = None
+    sent: StageTensors  # the layout of the outbox, once `fill` has run
+    outbox: Tensor
+    result: StageTensors  # the layout of the last stage's output
 
     def __init__(
         self, layers: Sequence[StackLayer], begin: int, end: int, run: ChunkPass
@@ -163,14 +164,36 @@ class Stage:
             self._views[chunk] = view_of(self.run, chunk)
         return self._views[chunk]
 
-    def forward(self, chunk: int | None, values: Values) -> Values:
-        """Runs the layers on the rows of a chunk, or of all nodes."""
-        known = {**self.chunk_inputs(chunk), **values}
+    def leaf(self, chunk: int) -> Tensor | None:
+        """Returns what the layers receive of a chunk, to take its gradient."""
+        if self.inbox is None:
+            return None
+        rows = self.inbox[self.run.plan.own.rows(chunk)].detach()
+        return rows.requires_grad_(torch.is_grad_enabled())
+
+    def forward(self, chunk: int | None, packed: Tensor | None) -> Values:
+        """Runs the layers on the rows of a chunk, or of all nodes, which were received."""
+        known = self.chunk_inputs(chunk)
+        if packed is not None and self.received is not None:
+            known |= self.received.unpack(packed, self.view(chunk).nodes)
         with random.apart(self.run.plan.topology.device):
             for place in range(self.begin, self.end):
                 self.run.begin_layer(place, chunk)
                 known.update(self.call(self.layers[place], known))
         return known
+
+    def fill(self) -> None:
+        """Runs the layers on all nodes, into sites; then a chunk, to see what has gradients."""
+        with torch.no_grad():
+            found = self.forward(None, self.inbox)
+        names, where = names_crossing(self.layers, self.end), self.layers[self.end - 1]
+        self.sent = StageTensors.of(found, names, str(where), self.view(None).nodes)
+        # a copy: it may be the data's, or the inbox
+        self.outbox = self.sent.pack(found).clone()
+        self.run.mode = "again"
+        with torch.enable_grad():
+            self.forward(0, self.leaf(0))
+        self.run.mode = "fill"
 
     def call(self, layer: StackLayer, known: Values) -> Values:
         """Runs one layer."""
@@ -227,32 +250,8 @@ def _sort_by_chunk(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
 
 
 OP = "stage"  # the ledger's name for messages between stages
+AHEAD = 2  # chunks whose messages are awaited while another is computed
 Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(eq=False)
-class StageBuffers:
-    """The rows that a stage receives and sends, of all chunks, sorted by chunk.
-
-    Shapes (this rank; n own nodes): inbox [n, d_in], outbox [n, d_out]. In the backward pass
-    they hold the gradients of these rows.
-
-    Args:
-        received, sent: the layout of the rows; None for what the first stage receives.
-        result: the layout of the last stage's output.
-        inbox, outbox: the rows.
-    """
-
-    received: StageTensors | None
-    sent: StageTensors
-    result: StageTensors
-    inbox: Tensor | None
-    outbox: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of inbox and outbox."""
-        return self.outbox.nbytes + (0 if self.inbox is None else self.inbox.nbytes)
 
 
 @dataclass(eq=False)
@@ -260,8 +259,6 @@ class Epoch:
     """Runs one epoch on this rank: one step of training.
 
     Args:
-        mesh: the ranks.
-        stage: the layers of this rank.
         order: the chunk of each slot.
         recompute: whether chunks are recomputed in the backward pass.
         refresh: whether the rows of this epoch become history.
@@ -272,61 +269,70 @@ class Epoch:
     order: list[int]
     recompute: bool
     refresh: bool
-    _pending: dict[tuple[str, int], Pending] = field(default_factory=dict)
+    _sending: list[Pending] = field(default_factory=list)
     _outputs: dict[int, tuple[Tensor | None, Tensor]] = field(default_factory=dict)
 
-    def run(self, schedule: StageSchedule, data: Data, loss_fn: Loss) -> Tensor:
-        """Carries out this stage's actions, and returns the loss, on all ranks.
+    def run(self, data: Data, loss_fn: Loss) -> Tensor:
+        """Computes all chunks forward, the loss, and all chunks back; returns the loss.
 
         If that fails, history is restored in place of the rows of this epoch; see
         `HistoryBuffer.undo`.
         """
+        stage, axis = self.stage, self.mesh.stage
+        before = None if axis.rank == 0 else axis.rank - 1
+        after = None if axis.rank == axis.size - 1 else axis.rank + 1
+        loss = torch.zeros((), dtype=torch.float64)
+        ends = (stage.inbox, before), (stage.outbox, after)
+        slots = range(len(self.order))
         try:
-            return self._run_actions(schedule, data, loss_fn)
+            self._pass(slots, self._forward, *ends)
+            if after is None:
+                loss = self._loss(data, loss_fn)
+            for site in self._sites():
+                site.begin_backward()
+            self._pass(slots[::-1], self._backward, *ends[::-1])
+            for pending in self._sending:
+                pending.wait()
+            for site in self._sites():
+                site.end_epoch(self.refresh)
+            return collectives.all_reduce(loss, axis)
         except BaseException:
             for site in self._sites():
                 site.undo()
             raise
 
-    def _run_actions(
-        self, schedule: StageSchedule, data: Data, loss_fn: Loss
-    ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float64)
-        for action in schedule.stages[self.mesh.stage.rank]:
-            if action.kind == "loss":
-                loss = self._loss(data, loss_fn)
-            elif action.peer:
-                self._exchange(action)
-            elif action.kind == "forward":
-                self._forward(action.slot)
-            else:
-                self._backward(action.slot)
-        for pending in self._pending.values():
-            pending.wait()
-        for site in self._sites():
-            site.end_epoch(self.refresh)
-        return collectives.all_reduce(loss, self.mesh.stage)
+    def _pass(
+        self,
+        slots: range,
+        compute: Callable[[int], None],
+        source: tuple[Tensor | None, int | None],
+        target: tuple[Tensor | None, int | None],
+    ) -> None:
+        """Computes chunks in order, with rows or gradients from one neighbour for the other.
+
+        Two neighbours have one lane between them, on which messages travel one after the
+        other, in an order that both ends must keep (with NCCL, one that waits holds up those
+        behind it). A receive is posted some chunks ahead, so that a message travels while the
+        chunk before it is computed.
+        """
+        axis, ((inbox, before), (outbox, after)) = self.mesh.stage, (source, target)
+        posted: list[Pending] = []
+        for position, slot in enumerate(slots):
+            if inbox is not None and before is not None:
+                for later in slots[len(posted) : position + AHEAD + 1]:
+                    rows = inbox[self._rows(later)]
+                    posted.append(collectives.receive(rows, before, axis, OP))
+                posted[position].wait()
+            compute(slot)
+            if outbox is not None and after is not None:
+                rows = outbox[self._rows(slot)]
+                self._sending.append(collectives.send(rows, after, axis, OP))
 
     def _sites(self) -> list[Any]:
         return list(self.stage.run.sites.values())
 
     def _rows(self, slot: int) -> slice:
         return self.stage.run.plan.own.rows(self.order[slot])
-
-    def _exchange(self, action: Action) -> None:
-        """Starts to send or receive a chunk's rows, or waits for them."""
-        kind, slot, axis = action.kind, action.slot, self.mesh.stage
-        if kind.startswith("receive"):
-            self._pending.pop((kind.replace("receive", "post"), slot)).wait()
-            return
-        # rows and gradients shared with the next stage are in the outbox
-        box = (
-            self.stage.boundary.outbox if action.peer > 0 else self.stage.boundary.inbox
-        )
-        assert box is not None
-        move = collectives.send if kind.startswith("send") else collectives.receive
-        rows, peer = box[self._rows(slot)], axis.rank + action.peer
-        self._pending[kind, slot] = move(rows, peer, axis, OP)
 
     def _forward(self, slot: int) -> None:
         self.stage.run.mode = "forward"
@@ -339,57 +345,45 @@ class Epoch:
                 "recomputing its chunk would give other results; use "
                 "Pipeline(..., recompute=False)"
             )
-        self.stage.boundary.outbox[self._rows(slot)] = out.detach()
+        self.stage.outbox[self._rows(slot)] = out.detach()
         if not self.recompute:
             self._outputs[slot] = leaf, out
 
     def _buffers(self) -> list[int]:
         """Returns how many times each buffer of this stage's layers was written to."""
-        runs = [layer.run for layer in self.stage.layers]
-        modules = [run for run in runs if isinstance(run, torch.nn.Module)]
-        return [b._version for module in modules for b in module.buffers()]
+        parts = [part for layer in self.stage.layers for part in layer.modules]
+        return [b._version for part in parts for b in part.buffers(recurse=False)]
 
     def _backward(self, slot: int) -> None:
-        chunk = self.order[slot]
-        if slot == len(self.order) - 1:
-            for site in self._sites():
-                site.begin_backward()
+        stage = self.stage
         if self.recompute:
-            self.stage.run.mode = "again"
+            stage.run.mode = "again"
             with torch.enable_grad():
                 leaf, out = self._compute(slot)
         else:
             leaf, out = self._outputs.pop(slot)
         if out.requires_grad:
-            torch.autograd.backward(out, self.stage.boundary.outbox[self._rows(slot)])
+            torch.autograd.backward(out, stage.outbox[self._rows(slot)])
         if leaf is not None:
-            assert self.stage.boundary.inbox is not None
+            assert stage.inbox is not None
             grad = 0.0 if leaf.grad is None else leaf.grad
-            self.stage.boundary.inbox[self._rows(slot)] = grad
+            stage.inbox[self._rows(slot)] = grad
         for site in self._sites():
-            site.retire(chunk, self.refresh)
+            site.retire(self.order[slot], self.refresh)
 
     def _compute(self, slot: int) -> tuple[Tensor | None, Tensor]:
         """Runs the layers on a chunk; returns their inputs, as a leaf, and their outputs."""
-        values, leaf, chunk = {}, None, self.order[slot]
-        if self.stage.boundary.received is not None:
-            assert self.stage.boundary.inbox is not None
-            leaf = self.stage.boundary.inbox[self._rows(slot)].detach()
-            leaf.requires_grad_(torch.is_grad_enabled())
-            values = self.stage.boundary.received.unpack(
-                leaf, self.stage.view(chunk).nodes
-            )
-        found = self.stage.forward(chunk, values)
-        return leaf, self.stage.boundary.sent.pack(found)
+        leaf = self.stage.leaf(self.order[slot])
+        return leaf, self.stage.sent.pack(self.stage.forward(self.order[slot], leaf))
 
     def _loss(self, data: Data, loss_fn: Loss) -> Tensor:
         """Computes the loss of the whole graph; its gradient overwrites the output."""
-        box, own = self.stage.boundary.outbox, self.stage.run.plan.own
+        box, sent, own = self.stage.outbox, self.stage.sent, self.stage.run.plan.own
         leaf = box[own.place].requires_grad_()
         edge_index: Any = data.edge_index
         with torch.enable_grad():
-            values = self.stage.boundary.sent.unpack(leaf, edge_index.nodes)
-            loss = loss_fn(values[self.stage.boundary.sent.names[0]], data)
+            values = sent.unpack(leaf, edge_index.nodes)
+            loss = loss_fn(values[sent.names[0]], data)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = (
                 list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -494,69 +488,33 @@ def fill(stage: Stage, mesh: Mesh) -> None:
     """
     run, axis = stage.run, mesh.stage
     run.mode, run.sites, run.facts, run.readers = "fill", {}, {}, []
-    received: StageTensors | None = None
-    sent: StageTensors | None = None
-    inbox, outbox = None, torch.empty(0)
     for turn in range(axis.size):
+        mine = turn == axis.rank
         with failing_together(mesh):
-            if turn == axis.rank:
-                found = _run_all_nodes(stage, received, inbox)
-                names = names_crossing(stage.layers, stage.end)
-                where, nodes = stage.layers[stage.end - 1], stage.view(None).nodes
-                sent = StageTensors.of(found, names, str(where), nodes)
-                outbox = sent.pack(found).clone()  # it may be the data's, or the inbox
-                _mark_gradients(stage, received, inbox)
-        layouts = collectives.all_gather_object(
-            sent if turn == axis.rank else None, axis
-        )
+            if mine:
+                stage.fill()
+        layouts = collectives.all_gather_object(stage.sent if mine else None, axis)
+        stage.result = layouts[turn]
         if turn == axis.rank - 1:
-            received = layouts[turn]
-            shape = (run.plan.counts[0], received.width)
-            inbox = torch.empty(
-                shape, dtype=received.dtype, device=run.plan.topology.device
-            )
-            collectives.receive(inbox, turn, axis, OP).wait()
-        elif turn == axis.rank and turn < axis.size - 1:
-            collectives.send(outbox, turn + 1, axis, OP).wait()
-    assert sent is not None
+            received = stage.received = layouts[turn]
+            shape = run.plan.counts[0], received.width
+            where = {"dtype": received.dtype, "device": run.plan.topology.device}
+            stage.inbox = torch.empty(shape, **where)
+            collectives.receive(stage.inbox, turn, axis, OP).wait()
+        elif mine and turn < axis.size - 1:
+            collectives.send(stage.outbox, turn + 1, axis, OP).wait()
     counts = collectives.all_gather_object(len(run.sites), axis)
     run.before, run.all_sites = sum(counts[: axis.rank]), sum(counts)
-    stage.boundary = StageBuffers(received, sent, layouts[-1], inbox, outbox)
-
-
-def _run_all_nodes(
-    stage: Stage, received: StageTensors | None, inbox: Tensor | None
-) -> Values:
-    values: Values = {}
-    if received is not None and inbox is not None:
-        values = received.unpack(inbox, stage.view(None).nodes)
-    with torch.no_grad():
-        return stage.forward(None, values)
-
-
-def _mark_gradients(
-    stage: Stage, received: StageTensors | None, inbox: Tensor | None
-) -> None:
-    """Runs a chunk with gradients, which marks the sites that need a gradient."""
-    stage.run.mode = "again"
-    values: Values = {}
-    if received is not None and inbox is not None:
-        leaf = inbox[stage.run.plan.own.rows(0)].detach().requires_grad_()
-        values = received.unpack(leaf, stage.view(0).nodes)
-    with torch.enable_grad():
-        stage.forward(0, values)
-    stage.run.mode = "fill"
 
 
 def forward_all_nodes(stage: Stage, axis: Axis) -> Tensor:
     """Runs this stage's layers on all nodes, exactly; sends its output on, and returns it."""
-    inbox, boundary = None, stage.boundary
-    if boundary.inbox is not None:
-        inbox = torch.empty_like(boundary.inbox)
+    inbox = None
+    if stage.inbox is not None:
+        inbox = torch.empty_like(stage.inbox)
         collectives.receive(inbox, axis.rank - 1, axis, OP).wait()
-    out = boundary.sent.pack(
-        _run_all_nodes(stage, boundary.received, inbox)
-    ).contiguous()
+    with torch.no_grad():
+        out = stage.sent.pack(stage.forward(None, inbox)).contiguous()
     if axis.rank < axis.size - 1:
         collectives.send(out, axis.rank + 1, axis, OP).wait()
     return out

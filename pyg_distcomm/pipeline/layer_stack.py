@@ -6,7 +6,10 @@ Its checks raise on all ranks for layers and options that a pipeline cannot run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,14 +41,7 @@ _PASSED_BY_NAME = frozenset(("x", "edge_index"))
 
 @dataclass(frozen=True, eq=False)
 class StackLayer:
-    """One layer of a stack, with the names of its inputs and outputs.
-
-    Args:
-        name: its name in the stack's `state_dict`.
-        run: a module, or a function of tensors.
-        reads: the names of its arguments.
-        writes: the names of its outputs.
-    """
+    """One layer of a stack, named as in its `state_dict`, and the names of its values."""
 
     name: str
     run: Callable[..., Any]
@@ -69,6 +65,16 @@ class StackLayer:
             if isinstance(part, pyg.DeepGCNLayer):
                 part.ckpt_grad = False
         return replace(self, run=run)
+
+    @property
+    def modules(self) -> list[Module]:
+        """The modules in it; none of a function."""
+        return list(self.run.modules()) if isinstance(self.run, Module) else []
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of its modules."""
+        return list(self.run.parameters()) if isinstance(self.run, Module) else []
 
     def placeholder(self) -> StackLayer:
         """Returns a layer with the same names that cannot run, for the other stages."""
@@ -157,9 +163,7 @@ def _check(layer: StackLayer) -> None:
         raise TypeError(
             f"{layer} cannot be called; give a module or a function of tensors"
         )
-    if not isinstance(layer.run, torch.nn.Module):
-        return
-    for module in layer.run.modules():
+    for module in layer.modules:
         by_graph = isinstance(module, pyg.LayerNorm) and module.mode == "graph"
         if isinstance(module, _CHUNK_NORMS) or by_graph:
             raise ValueError(
@@ -179,7 +183,7 @@ def _check(layer: StackLayer) -> None:
                 f"{layer} caches the edges of its first call (cached=True), but each chunk "
                 "has its own; leave cached out: a pipeline caches what it derives from edges"
             )
-    if any(is_lazy(p) for p in layer.run.parameters()):
+    if any(map(is_lazy, layer.parameters)):
         raise ValueError(
             f"{layer} does not know its width yet; give in_channels, so that optimizers "
             "and stages can be made before the first epoch"
@@ -223,37 +227,30 @@ def cut_layers(costs: Sequence[float], stages: int) -> list[int]:
     Minimises the largest sum of consecutive layers by dynamic programming over (stages,
     layers); of equal ones it takes that with the least sum of squares.
     """
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
-    count = len(costs)
-    never = (float("inf"), 0.0)
-    best = [[never] * (count + 1) for _ in range(stages + 1)]
-    where = [[0] * (count + 1) for _ in range(stages + 1)]
-    best[0][0] = (0.0, 0.0)
-    for s in range(1, stages + 1):
-        for end in range(s, count + 1):
-            for begin in range(s - 1, end):
-                here, (most, squares) = total[end] - total[begin], best[s - 1][begin]
-                found = max(most, here), squares + here * here
-                if found < best[s][end]:
-                    best[s][end], where[s][end] = found, begin
-    sizes, end = [], count
-    for s in range(stages, 0, -1):
-        sizes.append(end - where[s][end])
-        end = where[s][end]
-    return sizes[::-1]
+    total = [0.0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(count: int, end: int) -> tuple[float, float, tuple[int, ...]]:
+        """Returns the largest sum, the sum of squares and the sizes of so many stages."""
+        if count == 0:
+            return (math.inf if end else 0.0), 0.0, ()
+        found = []
+        for begin in range(count - 1, end):
+            most, squares, sizes = best(count - 1, begin)
+            here = total[end] - total[begin]
+            sums = max(most, here), squares + here * here
+            found.append((*sums, (*sizes, end - begin)))
+        return min(found, key=lambda one: one[:2])
+
+    return list(best(stages, len(costs))[2])
 
 
 def estimated_costs(layers: Sequence[StackLayer]) -> list[float]:
     """Returns the relative costs of layers: 1 for each aggregation."""
-    return [_LIGHT + _aggregations(layer) for layer in layers]
-
-
-def _aggregations(layer: StackLayer) -> int:
-    if not isinstance(layer.run, torch.nn.Module):
-        return 0
-    return sum(isinstance(part, MessagePassing) for part in layer.run.modules())
+    return [
+        _LIGHT + sum(isinstance(part, MessagePassing) for part in layer.modules)
+        for layer in layers
+    ]
 
 
 ORDERS = ("alternating", "shuffled", "fixed")
@@ -319,8 +316,7 @@ def check_same(
     """Raises if layers or options differ between ranks; collective."""
     told = {**options, "number of layers": len(stack)}
     for k, layer in enumerate(stack):
-        modules = [layer.run] if isinstance(layer.run, torch.nn.Module) else []
-        shapes = [tuple(p.shape) for module in modules for p in module.parameters()]
+        shapes = [tuple(p.shape) for p in layer.parameters]
         told[f"layer {k}"] = f"{layer} {shapes}"
     check_alike(told, mesh.everyone)
 
@@ -348,12 +344,7 @@ def check_share(data: Any, mesh: Mesh) -> DistEdgeIndex:
 
 
 def check_planned_data(data: Any, topology: Topology) -> DistEdgeIndex:
-    """Returns the edges of a share; raises if the pipeline was planned for others.
-
-    Args:
-        data: the share.
-        topology: the topology that the pipeline was planned for.
-    """
+    """Returns the edges of a share; raises if the pipeline was planned for others."""
     edge_index = data.edge_index
     if not isinstance(edge_index, DistEdgeIndex) or (
         edge_index.topology.source_gid is not topology.source_gid
@@ -370,9 +361,7 @@ def check_untied(stack: Sequence[StackLayer], balance: Sequence[int]) -> None:
     stage_of: dict[int, tuple[int, StackLayer]] = {}
     stages = [s for s, count in enumerate(balance) for _ in range(count)]
     for stage, layer in zip(stages, stack, strict=True):
-        if not isinstance(layer.run, torch.nn.Module):
-            continue
-        for parameter in layer.run.parameters():
+        for parameter in layer.parameters:
             first_stage, first = stage_of.setdefault(id(parameter), (stage, layer))
             if first_stage != stage:
                 raise ValueError(
@@ -384,8 +373,8 @@ def check_untied(stack: Sequence[StackLayer], balance: Sequence[int]) -> None:
 def check_links(stack: Sequence[StackLayer]) -> None:
     """Raises if a layer has a link: the link of the data holds for all its exchanges."""
     for layer in stack:
-        parts = layer.run.modules() if isinstance(layer.run, torch.nn.Module) else ()
-        if any(isinstance(getattr(part, "link", None), LinkPolicy) for part in parts):
+        links = (getattr(part, "link", None) for part in layer.modules)
+        if any(isinstance(link, LinkPolicy) for link in links):
             raise ValueError(
                 f"{layer} has a link of its own, but a pipeline exchanges chunk by chunk; "
                 "give the link to pdc.partition(data, mesh, link=...), and leave it out of "
@@ -396,11 +385,7 @@ def check_links(stack: Sequence[StackLayer]) -> None:
 def check_options(mesh: Mesh, order: str, whole: dict[str, Any], seed: Any) -> None:
     """Raises for values that are no valid options of a Pipeline.
 
-    Args:
-        mesh: the ranks.
-        order: the order of chunks.
-        whole: by name, options that must be whole numbers if they are numbers.
-        seed: the seed of orders and dropout.
+    `whole` has those, by name, that must be whole numbers if they are numbers.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}")

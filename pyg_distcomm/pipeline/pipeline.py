@@ -17,12 +17,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.partition.atomic import read_whole
 from pyg_distcomm.pipeline import layer_stack
 from pyg_distcomm.pipeline.chunk_graph import ChunkPass
-from pyg_distcomm.pipeline.chunks import GRADIENTS, ChunkPlan, plan_chunks
+from pyg_distcomm.pipeline.chunks import GRADIENTS, plan_chunks
 from pyg_distcomm.pipeline.epoch import (
     OP,
     Epoch,
@@ -134,44 +136,29 @@ class EpochPrice:
 
 
 def epoch_price(mesh: Mesh, stage: Stage, weights: Sequence[Tensor]) -> EpochPrice:
-    """Returns the price of an epoch on this rank.
-
-    Args:
-        mesh: the ranks.
-        stage: the layers of this rank.
-        weights: the parameters of this stage that have gradients.
-    """
-    boundary, run = stage.boundary, stage.run
-    own = run.plan.own
-    messages = sum(own.size(c) > 0 for c in range(run.plan.chunks))
-    last = mesh.stage.rank == mesh.stage.size - 1
-    boxes = boundary.inbox, None if last else boundary.outbox
+    """Returns the price of an epoch on this rank; `weights` are those that have gradients."""
+    run, axis, own = stage.run, mesh.stage, stage.run.plan.own
+    messages = sum(end > begin for begin, end in itertools.pairwise(own.bounds))
+    boxes = stage.inbox, None if axis.rank == axis.size - 1 else stage.outbox
     borders = [  # rows one way, their gradients the other
         (Price(box.numel(), box.numel(), messages), box.element_size())
         for box in boxes
         if box is not None
     ]
-    sums = []
-    for kind in dict.fromkeys(p.dtype for p in weights):
-        count = sum(p.numel() for p in weights if p.dtype == kind)
-        sums.append((_all_reduce_price(count, mesh.size), kind.itemsize))
-    rows, loss = run.prices(), _all_reduce_price(1, mesh.stage.size)
+    counts = Counter[torch.dtype]()
+    for p in weights:
+        counts[p.dtype] += p.numel()
+    sums = [
+        (_all_reduce_price(n, mesh.size), kind.itemsize) for kind, n in counts.items()
+    ]
+    loss = [(_all_reduce_price(1, axis.size), 8)]
+    parts = {"stage": borders, "rows": run.prices(), "weights": sums, "loss": loss}
+    moved = sum(price.bytes(item) for part in parts.values() for price, item in part)
+    totals = {
+        k: sum((price for price, _ in part), Price()) for k, part in parts.items()
+    }
     coded = 0 if run.link is None else run.link.price().total
-    moved = sum(
-        price.bytes(item) for price, item in (*borders, *rows, *sums, (loss, 8))
-    )
-    return EpochPrice(
-        _total_price(borders),
-        _total_price(rows),
-        _total_price(sums),
-        loss,
-        moved + coded,
-        coded,
-    )
-
-
-def _total_price(parts: list[tuple[Price, int]]) -> Price:
-    return sum((price for price, _ in parts), Price())
+    return EpochPrice(**totals, bytes=moved + coded, coded=coded)
 
 
 def _all_reduce_price(numel: int, size: int) -> Price:
@@ -179,6 +166,7 @@ def _all_reduce_price(numel: int, size: int) -> Price:
     return Price(words, words, 2 * (size - 1))
 
 
+Made = TypeVar("Made")
 _ORDER = 0x0DE2  # folded into the random keys of chunk orders: no others are equal
 CROSSING = 0.5  # the share of edges between chunks from which on a pipeline warns
 
@@ -376,13 +364,13 @@ class Pipeline(torch.nn.Module):
 
     @cached_property
     def schedule(self) -> StageSchedule:
-        """The actions of each stage in an epoch."""
-        return fill_drain(self.mesh.stage.size, self._plan_of_chunks().chunks)
+        """When each stage computes which chunk in an epoch."""
+        return fill_drain(self.mesh.stage.size, self._known(self._run).plan.chunks)
 
     @property
     def crossing(self) -> float:
         """The fraction of edges between chunks, which are read late in one epoch of two."""
-        return self._plan_of_chunks().crossing
+        return self._known(self._run).plan.crossing
 
     def extra_repr(self) -> str:
         """Describes the stages, and the chunks once the pipeline has seen the data."""
@@ -394,17 +382,17 @@ class Pipeline(torch.nn.Module):
             cut += "between)"
         return f"{cut}, order={self.order}, history_refresh={self.refresh}"
 
-    def _plan_of_chunks(self) -> ChunkPlan:
-        if self._run is None:
+    def _known(self, made: Made | None) -> Made:
+        if made is None:
             raise ValueError(
-                "chunks are not cut yet, since the pipeline has not seen the data; call "
-                "pipe(data) or train_step first"
+                "chunks are not cut yet, nor costs known, since the pipeline has not seen the "
+                "data; call pipe(data) or train_step first"
             )
-        return self._run.plan
+        return made
 
     def order_of(self, epoch: int) -> list[int]:
         """Returns the order of chunks in an epoch, the same on all ranks."""
-        count = self._plan_of_chunks().chunks
+        count = self._known(self._run).plan.chunks
         if self.order == "fixed":
             return list(range(count))
         epochs_per_draw = 2 if self.order == "alternating" else 1  # epochs of one draw
@@ -438,7 +426,7 @@ class Pipeline(torch.nn.Module):
             accumulated_gradients(self.mesh, own),
             layer_stack.reporting_failure(self.mesh),
         ):
-            loss = epoch.run(self.schedule, data, loss_fn)
+            loss = epoch.run(data, loss_fn)
         self.epoch += 1
         return loss
 
@@ -455,7 +443,7 @@ class Pipeline(torch.nn.Module):
         Price: the rows that cross borders, and (S - 1) n c words for an output of width c.
         """
         out, stage, axis = *self._run_whole_graph(data), self.mesh.stage
-        result = stage.boundary.result
+        result = stage.result
         if axis.rank < axis.size - 1:
             out = out.new_empty((len(out), result.width), dtype=result.dtype)
             collectives.receive(out, axis.rank + 1, axis, OP).wait()
@@ -491,31 +479,39 @@ class Pipeline(torch.nn.Module):
     def price(self) -> EpochPrice:
         """Returns the traffic of this rank in an epoch of training, once data were seen."""
         free = [p for p in self.layers.parameters() if p.requires_grad]
-        return epoch_price(self.mesh, self._planned_stage(), free)
+        return epoch_price(self.mesh, self._known(self._stage), free)
 
     def memory(self) -> dict[str, int]:
         """Returns the bytes that this rank keeps from epoch to epoch, by purpose.
 
         The activations of one chunk, or of all chunks without `recompute`, come on top.
         """
-        stage = self._planned_stage()
+        stage = self._known(self._stage)
         sites = sum(site.memory() for site in stage.run.sites.values())
         facts = sum(t.nbytes for t in stage.run.facts.values())
-        return {"sites": sites, "facts": facts, "boundary": stage.boundary.nbytes}
-
-    def _planned_stage(self) -> Stage:
-        if self._stage is None:
-            raise ValueError(
-                "the costs of a pipeline are known once it has seen the data; call "
-                "pipe(data) or train_step first"
-            )
-        return self._stage
+        boxes = (stage.inbox, stage.outbox)
+        boundary = sum(box.nbytes for box in boxes if box is not None)
+        return {"sites": sites, "facts": facts, "boundary": boundary}
 
     # saving and loading
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Returns the state of the unsplit stack, on all ranks; collective over stages."""
-        return state_of(self, *args, **kwargs)
+        state = self.layers.state_dict(keep_vars=keep_vars)
+        every = self._merged({name: value.cpu() for name, value in state.items()})
+        found: dict[str, Any] = {} if destination is None else destination
+        found.update({prefix + name: value for name, value in every.items()})
+        return found
+
+    def _merged(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Gathers the dicts of all stages, keyed by names of layers, in the order of layers."""
+        parts = collectives.all_gather_object(own, self.mesh.stage)
+        every = {name: value for part in parts for name, value in part.items()}
+        place = {layer.name: k for k, layer in enumerate(self._stack)}
+        ordered = sorted(every, key=lambda name: place[name.split(".")[0]])
+        return {name: every[name] for name in ordered}
 
     def load_state_dict(
         self, state_dict: Any, strict: bool = True, assign: bool = False
@@ -543,7 +539,19 @@ class Pipeline(torch.nn.Module):
         Where the data have a link, it is written too: between epochs, after `link.step()`.
         The folder appears whole or not at all, and replaces one that was written so.
         """
-        save_pipeline(self, Path(path), optimizer)
+        axis = self.mesh.everyone
+        whole = {"model": self.state_dict(), "epoch": self.epoch, "seed": self._seed}
+        whole["optimizer"] = None
+        if optimizer is not None:
+            own = optimizer_state(self.layers, optimizer)
+            whole["optimizer"] = {**own, "state": self._merged(own["state"])}
+        with whole_folder(path, "pipeline", axis) as folder, on_all_ranks(axis):
+            kept = self._saved or _SavedHistory.of(self._run, self.mesh)
+            # a pipeline that was loaded and not used has the rows of all stages
+            parts = {} if self._saved and self.mesh.stage.rank else dict(kept.parts)
+            if axis.rank == 0:
+                parts[_MODEL] = {**whole, "link": kept.link}
+            write_files(folder, parts)
 
     def load(
         self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
@@ -554,145 +562,72 @@ class Pipeline(torch.nn.Module):
         was; elsewhere history begins anew, with a warning. At the first use the link of the
         data, made as it was, goes where it stood.
         """
-        load_pipeline(self, Path(path), optimizer)
+        whole: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
+        path, axis = find(path), self.mesh.everyone
+        rows = f"rows{self.mesh.rank}-stage*.pt"
+        with on_all_ranks(axis), naming(f"cannot load the pipeline at {path}"):
+            check_files(path, _MODEL, rows)
+            whole = _read(path / _MODEL, _FIELDS)
+            for file in sorted(path.glob(rows)):
+                parts[file.name] = _read(file, _ROW_FIELDS)
+        self.load_state_dict(whole["model"])
+        with on_all_ranks(axis):
+            if optimizer is not None:
+                _load_optimizer(self.layers, optimizer, whole["optimizer"], path)
+        self.epoch, self._seed = int(whole["epoch"]), int(whole["seed"])
+        if self._run is not None:
+            self._run.seed = self._seed
+        self._stage, self._saved = None, _SavedHistory(parts, whole["link"], path)
 
 
 def _unpack_output(packed: Tensor, stage: Stage, data: Data) -> DistTensor:
     """Returns the output of the last stage, of which rows are sorted by chunk."""
     edge_index: Any = data.edge_index
-    result, rows = stage.boundary.result, packed[stage.run.plan.own.place]
+    result, rows = stage.result, packed[stage.run.plan.own.place]
     return result.unpack(rows, edge_index.nodes)[result.names[0]]  # type: ignore[no-any-return]
 
 
 _MODEL = "model.pt"
-_NONE = type(None)
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "model": (dict,),
-    "optimizer": (dict, _NONE),
-    "epoch": (int,),
-    "seed": (int,),
-    "link": (dict, _NONE),
+_FIELDS = {
+    "model": dict,
+    "optimizer": dict | None,
+    "epoch": int,
+    "seed": int,
+    "link": dict | None,
 }
-_ROW_FIELDS: dict[str, tuple[type, ...]] = {
-    "mark": (str,),
-    "sites": (dict,),
-    "link": (dict, _NONE),
-}
-_NO_ROWS: dict[str, Any] = {
-    "kept": [],
-    "mark": None,
-    "active": [],
-}  # the fields of a link's state that differ by rank, empty
+_ROW_FIELDS = {"mark": str, "sites": dict, "link": dict | None}
+# the fields of a link's state that differ by rank, empty
+_NO_ROWS: dict[str, Any] = {"kept": [], "mark": None, "active": []}
 
 
-def state_of(
-    pipe: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-) -> dict[str, Any]:
-    """Returns the state of all stages, as `torch.nn.Module.state_dict` does; collective."""
-    state = pipe.layers.state_dict(keep_vars=keep_vars)
-    own = {name: value.cpu() for name, value in state.items()}
-    every = merged(own, pipe.mesh, [layer.name for layer in pipe._stack])
-    found: dict[str, Any] = {} if destination is None else destination
-    found.update({prefix + name: value for name, value in every.items()})
-    return found
-
-
-def merged(own: dict[str, Any], mesh: Mesh, names: Sequence[str]) -> dict[str, Any]:
-    """Gathers the dicts of all stages, keyed by names of layers, in the order of layers."""
-    parts = collectives.all_gather_object(own, mesh.stage)
-    every = {name: value for part in parts for name, value in part.items()}
-    place = {name: k for k, name in enumerate(names)}
-    return dict(sorted(every.items(), key=lambda item: place[item[0].split(".")[0]]))
-
-
-def save_pipeline(
-    pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Writes a folder, whole or not at all; collective (see `whole_folder`)."""
-    mesh = pipe.mesh
-    whole = {"model": pipe.state_dict(), "epoch": pipe.epoch, "seed": pipe._seed}
-    whole["optimizer"] = _optimizer_state(pipe, optimizer)
-    with (
-        whole_folder(path, "pipeline", mesh.everyone) as folder,
-        on_all_ranks(mesh.everyone),
-    ):
-        kept = _current_history(pipe) if pipe._saved is None else pipe._saved
-        whole["link"] = kept.link
-        # a pipeline that was loaded and not used has the rows of all stages: stage 0 writes
-        own = pipe._saved is None or mesh.stage.rank == 0
-        parts = dict(kept.parts) if own else {}
-        if mesh.everyone.rank == 0:
-            parts[_MODEL] = whole
-        write_files(folder, parts)
-
-
-def load_pipeline(
-    pipe: Any, path: Path, optimizer: torch.optim.Optimizer | None = None
-) -> None:
-    """Loads a folder that `save` wrote; collective."""
-    whole: dict[str, Any] = {}
-    parts: dict[str, Any] = {}
-    path = find(path)
-    rows, axis = f"rows{pipe.mesh.rank}-stage*.pt", pipe.mesh.everyone
-    with on_all_ranks(axis), naming(f"cannot load the pipeline at {path}"):
-        check_files(path, _MODEL, rows)
-        whole = _read(path / _MODEL, _FIELDS)
-        for file in sorted(path.glob(rows)):
-            parts[file.name] = _read(file, _ROW_FIELDS)
-    pipe.load_state_dict(whole["model"])
-    with on_all_ranks(axis):
-        if optimizer is not None:
-            _load_optimizer(pipe, optimizer, whole["optimizer"], path)
-    pipe.epoch, pipe._seed = int(whole["epoch"]), int(whole["seed"])
-    if pipe._run is not None:
-        pipe._run.seed = pipe._seed
-    pipe._stage, pipe._saved = None, _SavedHistory(parts, whole["link"], path)
-
-
-def _read(file: Path, wanted: dict[str, tuple[type, ...]]) -> dict[str, Any]:
+def _read(file: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Reads a saved file, of which rows are mapped; raises ValueError for other fields."""
     saved = read_whole(file, mmap=wanted is _ROW_FIELDS)
     with naming(str(file)):
         _check_fields(saved, wanted)
         if "sites" in wanted:
             sites = saved["sites"]
-            _check_fields(sites, dict.fromkeys(sites, (torch.Tensor, _NONE)))
+            _check_fields(sites, dict.fromkeys(sites, Tensor | None))
     return saved  # type: ignore[no-any-return]
 
 
-def _check_fields(saved: Any, wanted: dict[Any, tuple[type, ...]]) -> None:
+def _check_fields(saved: Any, wanted: dict[Any, Any]) -> None:
     """Raises ValueError for the first field that is missing or of another type."""
-    if not isinstance(saved, dict):
-        raise ValueError(
-            f"got a {type(saved).__name__}, wanted a dict of {', '.join(map(str, wanted))}"
-        )
-    for name, kinds in wanted.items():
-        if name not in saved:
-            raise ValueError(f"holds no {name}; save the pipeline anew")
-        if not isinstance(saved[name], kinds) or isinstance(saved[name], bool):
-            kind, one = type(saved[name]).__name__, kinds[0].__name__
+    held = saved if isinstance(saved, dict) else {}
+    for name, kind in wanted.items():
+        found = type(held[name]).__name__ if name in held else "missing"
+        if found in ("missing", "bool") or not isinstance(held[name], kind):
             raise ValueError(
-                f"{name} is a {kind}, wanted a {one}; save the pipeline anew"
+                f"{name} is {found}, wanted {kind}; save the pipeline anew"
             )
-
-
-def _current_history(pipe: Any) -> _SavedHistory:
-    """Returns the history and the link's state of this rank."""
-    run, mesh = pipe._run, pipe.mesh
-    if run is None:
-        return _SavedHistory({}, None)
-    state = None if run.link is None else run.link.state_dict()
-    sites = {key: site.history for key, site in run.sites.items()}
-    part: dict[str, Any] = {"mark": _layout_hash(run), "sites": sites}
-    part["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
-    link = None if state is None else {**state, **_NO_ROWS}
-    return _SavedHistory({f"rows{mesh.rank}-stage{mesh.stage.rank}.pt": part}, link)
 
 
 def _layout_hash(run: ChunkPass) -> str:
     """Returns a hash of this rank's nodes and chunks: equal if they are cut in the same way."""
-    plan = run.plan
-    digest = hashlib.sha256(str((plan.blocks, plan.counts)).encode())
+    plan, (n, _) = run.plan, run.plan.counts
+    blocks = (*plan.own.bounds, *(n + b for b in plan.ghost.bounds[1:]))
+    digest = hashlib.sha256(str((blocks, plan.counts)).encode())
     digest.update(plan.gid.numpy().tobytes())
     return digest.hexdigest()
 
@@ -710,6 +645,18 @@ class _SavedHistory:
     parts: dict[str, Any]
     link: Any
     path: Path | None = None
+
+    @staticmethod
+    def of(run: ChunkPass | None, mesh: Mesh) -> _SavedHistory:
+        """Returns those of this rank."""
+        if run is None:
+            return _SavedHistory({}, None)
+        state = None if run.link is None else run.link.state_dict()
+        sites = {key: site.history for key, site in run.sites.items()}
+        part: dict[str, Any] = {"mark": _layout_hash(run), "sites": sites}
+        part["link"] = None if state is None else {k: state[k] for k in _NO_ROWS}
+        link = None if state is None else {**state, **_NO_ROWS}
+        return _SavedHistory({f"rows{mesh.rank}-stage{mesh.stage.rank}.pt": part}, link)
 
     def restore(self, run: ChunkPass) -> None:
         """Restores the saved history in a pipeline's sites, and the state of its link.
@@ -759,19 +706,10 @@ def _same_layout(history: Any, kept: Any) -> bool:
     return history.shape == kept.shape and history.dtype == kept.dtype
 
 
-def _optimizer_state(pipe: Any, optimizer: Any) -> Any:
-    """Returns the state of an optimizer, by names of parameters, of all stages."""
-    if optimizer is None:
-        return None
-    own, layers = optimizer_state(pipe.layers, optimizer), pipe._stack
-    every = merged(own["state"], pipe.mesh, [layer.name for layer in layers])
-    return {**own, "state": every}
-
-
-def _load_optimizer(pipe: Any, optimizer: Any, saved: Any, path: Path) -> None:
+def _load_optimizer(layers: Any, optimizer: Any, saved: Any, path: Path) -> None:
     if saved is None or len(saved["param_groups"]) != len(optimizer.param_groups):
         raise ValueError(
             f"{path} holds no optimizer with {len(optimizer.param_groups)} groups of "
             "parameters; make the optimizer as it was when saved, or leave it out"
         )
-    load_optimizer(pipe.layers, optimizer, saved)
+    load_optimizer(layers, optimizer, saved)

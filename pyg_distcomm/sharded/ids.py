@@ -137,7 +137,7 @@ class LocalPlan(IdPlan):
                 "chunks, and reads rows by them; read by edge_index[0] of all its edges, or "
                 "precompute the rows as an attribute of the Data"
             )
-        halo: Any = _Nothing() if topology is None else topology.outside
+        halo: Any = _Nothing() if topology is None else topology.locals.halo
         plan = LocalPlan(halo, slot, len(rows))
         plan._topology, vars(plan)["_read"] = topology, (None, slot)
         return plan
