@@ -6,6 +6,7 @@ import itertools
 import json
 
 import torch
+import torch.nn.functional as F
 import worlds
 from problems import GRAPHS, owners
 
@@ -55,6 +56,16 @@ class Net(torch.nn.Module):
         for layer in self.layers[:-1]:
             x = layer(x, edge_index, *args).relu()
         return self.layers[-1](x, edge_index, *args)
+
+
+class Dropping(Net):
+    """Drops of its input too, which only an evaluation sees as it is."""
+
+    def forward(self, x, edge_index):
+        for k, layer in enumerate(self.layers):
+            x = F.dropout(x.relu() if k else x, 0.5, self.training)
+            x = layer(x, edge_index)
+        return x
 
 
 def build(

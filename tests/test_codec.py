@@ -333,6 +333,7 @@ ON_PLACES = pytest.mark.usefixtures("place")
 def test_bytes_of_groups_and_of_budgets():
     # quarters of 40 rows of 16 numbers in 1, 2, 4 and 8 bits, four bytes per row
     assert DegreeBits(1).wire_bytes(40, 16) == 10 * 16 * 15 // 8 + 160
+    assert DegreeBits(1).wire_bytes(7, 16) == 2 + 8 + 16 + 32 + 28  # of 1, 2, 2, 2 rows
     assert DegreeBits(4).wire_bytes(40, 16) == 20 * 16 * 12 // 8 + 160
     assert DegreeBits(8).wire_bytes(40, 16) == Quantise(8).wire_bytes(40, 16)
     assert RangeBits(2).wire_bytes(40, 16) == 10 + 160 + (16 * 80 + 28) // 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 
 import pytest
@@ -11,7 +10,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
-from links import LINKS, Net, as_earlier_versions, moved
+from links import LINKS, Dropping, Net, as_earlier_versions, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
@@ -23,7 +22,6 @@ from pyg_distcomm.halo.codecs import (
 )
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.staleness import Drift
-from pyg_distcomm.nn import DistGCNConv
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -231,26 +229,10 @@ def test_an_evaluation_that_comes_first_is_that_of_the_run(exactly):
 # Evaluations leave training by a link as it is, whatever they are given --------------
 
 
-class Dropping(torch.nn.Module):
-    """Drops of its input too, which only an evaluation sees as it is."""
-
-    def __init__(self, widths=(7, 7, 7, 4)):
-        super().__init__()
-        pairs = itertools.pairwise(widths)
-        self.convs = torch.nn.ModuleList(DistGCNConv(a, b) for a, b in pairs)
-
-    def forward(self, x, edge_index):
-        for k, conv in enumerate(self.convs):
-            x = conv(
-                F.dropout(x if k == 0 else x.relu(), 0.5, self.training), edge_index
-            )
-        return x
-
-
 def begun(mesh, link):
     torch.manual_seed(1)
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random", link=link)
-    net = pdc.replicate(Dropping().double(), mesh)
+    net = pdc.replicate(Dropping(widths=(7, 7, 7, 4)).double(), mesh)
     return share, net, torch.optim.Adam(net.parameters(), 0.02), link
 
 

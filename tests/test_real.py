@@ -9,6 +9,7 @@ import real
 import torch
 import torch.nn.functional as F
 import worlds
+from links import Dropping
 from torch_geometric.nn import GCNConv
 
 import pyg_distcomm as pdc
@@ -17,23 +18,14 @@ from pyg_distcomm.nn import DistGCNConv
 pytestmark = pytest.mark.data
 
 
-class Net(torch.nn.Module):
+def _network(data, layer):
     """Two layers with dropout, as the GCN of [Kipf17] for Cora."""
-
-    def __init__(self, data, layer):
-        super().__init__()
-        self.conv1 = layer(data.x.size(1), 16)
-        self.conv2 = layer(16, int(data.y.max()) + 1)
-
-    def forward(self, x, edge_index):
-        x = F.dropout(x, 0.5, self.training)
-        x = self.conv1(x, edge_index).relu()
-        return self.conv2(F.dropout(x, 0.5, self.training), edge_index)
+    return Dropping(layer, (data.x.size(1), 16, int(data.y.max()) + 1))
 
 
 def _published(net, model, data, epochs):
-    decay = [{"params": net.conv1.parameters(), "weight_decay": 5e-4}]
-    opt = torch.optim.Adam([*decay, {"params": net.conv2.parameters()}], lr=0.01)
+    decay = [{"params": net.layers[0].parameters(), "weight_decay": 5e-4}]
+    opt = torch.optim.Adam([*decay, {"params": net.layers[1].parameters()}], lr=0.01)
     for _ in range(epochs):
         net.train()
         opt.zero_grad()
@@ -52,7 +44,7 @@ def _ours(file, seed, epochs, dtype):
     data = _normalised(file, dtype)
     share = pdc.partition(data, mesh, "metis")
     torch.manual_seed(seed)
-    net = Net(data, DistGCNConv).to(dtype)
+    net = _network(data, DistGCNConv).to(dtype)
     return _published(net, pdc.replicate(net, mesh), share, epochs)
 
 
@@ -68,7 +60,7 @@ def test_published_accuracy_over_ten_seeds(capsys):
     data, ours, theirs = _normalised(file, torch.float32), [], []
     for seed in range(10):
         torch.manual_seed(seed)
-        net = Net(data, GCNConv)
+        net = _network(data, GCNConv)
         theirs.append(_published(net, net, data, 200) / 10)
         ours.append(worlds.run(_ours, 2, file, seed, 200, torch.float32)[0] / 10)
     spread = statistics.stdev(theirs) + statistics.stdev(ours)
