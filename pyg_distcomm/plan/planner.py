@@ -471,9 +471,8 @@ def plan(
     size = _ranks_of(ranks, mesh, partition)
     cutting = graph, size, partition, seed
     grid = _grid_of(grid, algorithm, size)
-    how: Any = {"dtype": dtype_of(graph, model, dtype), "ordering": ordering}
-    how |= {"model": model, "graph": graph, "inputs": inputs}
-    training = training_of(widths, layers, **how)
+    read: Any = {"model": model, "graph": graph, "inputs": inputs, "ordering": ordering}
+    training = training_of(widths, layers, dtype=dtype_of(graph, model, dtype), **read)
     source, description, owners = _source(*cutting, grid)
     links = links_of(codecs)
     check_halo(halo)
@@ -484,8 +483,8 @@ def plan(
         traffic = source.traffic(each, halo, training)
         for link in links:
             cost: Any = epoch_cost(traffic, training, link)
-            cost |= {"reason": _refusal(cost["memory"], memory)}
-            cost |= {"missing": training.missing, **described(link)}
+            cost |= {"reason": _refusal(cost["memory"], memory), **described(link)}
+            cost["missing"] = training.missing
             found.append(Plan(each, training.orders, **cost))
     found.sort(key=_sort_key)
     ranked = tuple(one for one in found if one.reason is None)
