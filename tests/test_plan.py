@@ -23,6 +23,8 @@ from torch_geometric.nn import (
     GATConv,
     GatedGraphConv,
     GCNConv,
+    GINConv,
+    GraphConv,
     LayerNorm,
     MessagePassing,
     MFConv,
@@ -158,27 +160,33 @@ def uncommon_models():
     norms = torch.nn.BatchNorm1d(7), torch.nn.BatchNorm1d(6)
     layers = GCNConv(7, 6), norms[1], layers[1], 2, layers[2]
     yield "norms before, and twice", chained(norms[0], *layers)
+    yield "sums, and maxima", chained(GraphConv(7, 6), SAGEConv(6, 5, aggr="max"))
+    yield "attends first", chained(GATConv(7, 6), GINConv(torch.nn.Linear(6, 4)))
 
 
-def uncommon(grid, owner):
+def uncommon(grid, owner, keep):
     mesh, found = worlds.mesh(grid=grid), []
     share = pdc.partition(GRAPHS["directed"](), mesh, owner)
+    edges = share.edge_index.with_ordering(keep_inputs=keep)
     for _, model in uncommon_models():
         model = pdc.convert(model.double())
-        got = late_epoch(model, share.x, share.edge_index, share.y)
+        got = late_epoch(model, share.x, edges, share.y)
         found.append(sum(got[k] for k in ("exchange", "parameters", "rest")))
     return found
 
 
-@pytest.mark.parametrize("grid", [(2, 1, 1), (2, 1, 2)])
-def test_a_model_is_read_as_it_runs(grid):
+@pytest.mark.parametrize(
+    ("grid", "keep"), [((2, 1, 1), True), ((2, 1, 2), True), ((1, 1, 2), False)]
+)
+def test_a_model_is_read_as_it_runs(grid, keep):
     data, size = GRAPHS["directed"](), math.prod(grid)
-    owner = owners("random", data, size)
-    counted = worlds.run(uncommon, size, grid, owner)
+    owner, ordering = owners("random", data, size), MultiplyOrder("auto", keep)
+    counted = worlds.run(uncommon, size, grid, owner, keep)
     for k, (name, model) in enumerate(uncommon_models()):
         state, model = torch.get_rng_state(), pdc.convert(model)
         with torch.inference_mode("twice" in name):  # it makes no difference
-            plans = pdc.plan(data, ranks=size, model=model, partition=owner)
+            how = {"partition": owner, "ordering": ordering}
+            plans = pdc.plan(data, ranks=size, model=model, **how)
         best = plans.of(grid)
         assert best.bytes_by_rank == tuple(each[k] for each in counted), name
         assert not best.missing

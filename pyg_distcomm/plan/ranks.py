@@ -314,7 +314,7 @@ def epoch_cost(
     """
     exact, size = link is None, math.prod(traffic.grid)
     dtype = training.dtype
-    products, rows = training.products(traffic.adds, exact)
+    products, rows = training.products(traffic.grid, traffic.adds, exact)
     last = len(training.layers) - 1
     exchange, messages, kept = _totals(traffic, products, last, link, dtype)
     sums = training.sums(size)

@@ -22,12 +22,14 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN2Conv, GCNConv, MessagePassing, SAGEConv
 
 from pyg_distcomm.comm.collectives import Axis, ring_words
-from pyg_distcomm.comm.mesh import alone
+from pyg_distcomm.comm.mesh import Grid, alone
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.topology import MultiplyOrder
 from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.nn.layers import convert
 from pyg_distcomm.sharded.agreement import in_backward
+from pyg_distcomm.sharded.constants import key_of
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 INPUTS = ("constant", "changing", "trained")
 KINDS: dict[str, Any] = {"gcn": GCNConv, "sage": SAGEConv}
@@ -46,6 +48,7 @@ class ProductShape:
     halo: bool = False
     # whether later epochs take what it brought, which does not change
     kept: bool = False
+    constant: bool = False  # whether it brings rows of a constant
 
 
 @dataclass
@@ -93,6 +96,7 @@ class RunRecorder:
         self.layers: list[LayerShape] = []
         self.now: Any = None  # the layer that runs
         self.norm: Any = None  # the batch norm that runs
+        self.constant: Any = None  # what the layer that runs is given, if constant
 
     def watch(self, model: Module) -> None:
         """Follows the modules of a model."""
@@ -106,6 +110,8 @@ class RunRecorder:
         if outer:
             x = args[0] if args else kwargs["x"]  # rows, which may be a pair
             x = x[0] if isinstance(x, (tuple, list)) else x
+            same = isinstance(x, DistTensor) and key_of(x) is not None
+            self.constant = x.local if same else None
             self.layers.append(LayerShape(len(self.layers), x.size(-1)))
             self._set("now", self.layers[-1], (args, kwargs))
         if isinstance(module, BatchNorm1d):
@@ -151,9 +157,10 @@ class RunRecorder:
             return
         if how in ("rows", "back"):
             if self.now is not None and known:
-                halo = axis.name == "world"
+                halo, same = axis.name == "world", self.constant
+                same = how == "rows" and same is not None and same.is_set_to(x)
                 what = self.now.number, x.shape[1:].numel(), how == "back", halo
-                self.now.products.append(ProductShape(*what))
+                self.now.products.append(ProductShape(*what, constant=same))
             elif not back:
                 self._miss("rows that {} reads by ids")
         elif how == "sum" and (back or self.norm is not None):
@@ -320,19 +327,26 @@ class Training:
         """The order of each layer."""
         return tuple(layer.order for layer in self.layers)
 
-    def products(self, adds: bool, exact: bool) -> tuple[list[ProductShape], int]:
+    def products(
+        self, grid: Grid, adds: bool, exact: bool
+    ) -> tuple[list[ProductShape], int]:
         """Returns the products of the third epoch or a later one, and how wide kept ghosts are.
 
         Args:
+            grid: the ranks.
             adds: whether sums of rows that `HaloConv` reads are products.
             exact: whether the link is; else `HaloConv` sums and keeps no rows.
         """
         found, widths = [], [0]
         for layer in self.layers:
             by_halo = layer.kind == "halo" and not (adds and exact)
+            gridded = grid[1:] != (1, 1)
             for one in layer.products:
                 halo = one.halo or by_halo
-                if not one.kept or (halo and not exact):
+                # sums that run op by op keep a constant's ghosts, but none of its sums
+                op_by_op = gridded and by_halo and not one.halo
+                kept = one.constant if op_by_op else one.kept
+                if not kept or (halo and not exact):
                     found.append(replace(one, halo=halo))
                 elif halo:
                     widths.append(one.width)
