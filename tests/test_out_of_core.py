@@ -20,7 +20,7 @@ from problems import GRAPHS, grids, owners
 from test_hetero import graph, model_of, train
 from test_layers import exact
 from torch.autograd.graph import saved_tensors_hooks
-from torch_geometric.nn import aggr
+from torch_geometric.nn import FeaStConv, aggr
 from torch_geometric.utils import softmax
 
 import pyg_distcomm as pdc
@@ -112,18 +112,33 @@ def test_layers_of_a_script_run_in_chunks_where_they_say_so(counted):
     assert not counted
 
 
-def test_weights_that_the_first_chunk_does_not_read_have_gradients(counted):
+FIRST_WITHOUT_EDGES = {
+    "GAT": lambda: GATConv(7, 6, edge_dim=3, add_self_loops=False),
+    "FeaSt": lambda: FeaStConv(7, 6, heads=2, add_self_loops=False),
+}
+
+
+def without_edges_at_first(name):
     data, found = GRAPHS["directed"](), []
-    data.edge_index[1] = data.edge_index[1] // 2 + data.num_nodes // 2  # none at first
+    data.edge_index[1] = data.edge_index[1] // 2 + data.num_nodes // 2
     data.edge_attr = torch.randn(data.num_edges, 3).double()
     torch.manual_seed(1)
-    conv = GATConv(7, 6, edge_dim=3, add_self_loops=False).double()
+    conv = FIRST_WITHOUT_EDGES[name]().double()
     for cap in (None, CAP):
         share = pdc.partition(data.clone(), worlds.mesh(), "block", memory=cap)
-        given = share.x, share.edge_index, share.edge_attr
+        given = share.x, share.edge_index, *([share.edge_attr] * (name == "GAT"))
         found.append(alike.learnt(pdc.convert(conv), *given))
+    alike.same(*map(alike.whole, found))
+
+
+@pytest.mark.parametrize("name", FIRST_WITHOUT_EDGES)
+def test_the_first_chunk_may_have_no_edges(name, counted):
+    without_edges_at_first(name)
     assert max(counted) > 2
-    alike.same(*found)
+
+
+def test_a_rank_may_have_no_edges():
+    worlds.run(without_edges_at_first, 2, "FeaSt")
 
 
 class Rounding(torch_geometric.nn.MessagePassing):

@@ -213,15 +213,10 @@ class ReplayMesh:
 
     def next_key(self) -> int:
         """Returns the key of a draw; the same for each chunk."""
-        self.drawn += 1
-        self.draw(self.drawn)
-        return self._keys[self.drawn - 1]
-
-    def draw(self, count: int) -> int:
-        """Draws keys until there are so many, and returns how many there are."""
-        while len(self._keys) < count:
+        if self.drawn == len(self._keys):
             self._keys.append(self._mesh.next_key())
-        return len(self._keys)
+        self.drawn += 1
+        return self._keys[self.drawn - 1]
 
     @property
     def world(self) -> Any:
@@ -322,12 +317,18 @@ class NodeChunks:
         return edge, source, slice(self.bounds[chunk], self.bounds[chunk + 1])
 
     def run(self, chunk: int, tensors: list[Tensor], graded: list[bool]) -> Any:
-        """Runs a chunk; returns its output, and the tensors that it was given."""
+        """Runs a chunk; returns its output, and the tensors that it was given.
+
+        Some layers fail without edges: a chunk that has none gets one, between rows of its
+        own, of which nothing is kept.
+        """
         edge, source, own = self.of(chunk)
-        whole, mesh = self.nodes, self.mesh
-        nodes = LocalRows.of(whole.gid[own], whole.total, mesh)
-        sources = LocalRows.of(torch.arange(len(source)), len(source), mesh)
-        edges = LocalRows.of(self.edges.gid[edge.cpu()], self.edges.total, mesh, nodes)
+        whole, mesh, lone = self.nodes, self.mesh, not len(edge)
+        gid = _padded(whole.gid[own], lone), _padded(self.edges.gid[edge.cpu()], lone)
+        nodes = LocalRows.of(gid[0], whole.total, mesh)
+        count = len(source) + lone
+        sources = LocalRows.of(torch.arange(count), count, mesh)
+        edges = LocalRows.of(gid[1], self.edges.total, mesh, nodes)
         rows = {"source": sources, "target": nodes, "edge": edges}
         mesh.sharded = {"spaces": {len(sources): sources, len(nodes): nodes}}
         mesh.drawn = 0
@@ -342,19 +343,24 @@ class NodeChunks:
             x = x[takes[kind]] if kind in takes else x
             x = x.detach().requires_grad_(learns)
             used.append(x)
-            part: Any = DistTensor.from_local(x, rows[kind]) if kind in rows else x
+            part: Any = x
+            if kind in rows:
+                filled = _padded(x, lone, 1 + (kind == "target"))
+                part = DistTensor.from_local(filled, rows[kind])
             pair = given.get(name, (None, None))
             if kind == "source":
                 part = part, pair[1]
             given[name] = (pair[0], part) if kind == "target" else part
         lid = torch.searchsorted(source, self.ends[0, edge])
         ends = torch.stack([lid, self.ends[1, edge] - own.start])
-        size = len(source), own.stop - own.start
+        if lone:
+            ends = ends.new_tensor([[0], [own.stop - own.start]])
+        size = count, len(nodes)
         out = self.call(DistTensor(ends, edges, 1), size=size, **given)
-        wanted = len(edge) if self.per_edge else size[1]
+        wanted = len(edges) if self.per_edge else len(nodes)
         if type(out) is not DistTensor or out.dim_ or out.size(0) != wanted:
             raise NotInChunksError("a layer returns no row for each node, or each edge")
-        return out.to_local(), used, takes
+        return out.to_local()[: wanted - lone], used, takes
 
     def __call__(self) -> Any:
         """Runs all chunks; returns the rows of all targets, or of all edges.
@@ -377,12 +383,9 @@ class NodeChunks:
         return out
 
     def on_any_rank(self, *said: bool) -> list[bool]:
-        """Tells what is so on any rank: one may have no edges, and so drop none; collective."""
-        given = [self.mesh.draw(0), *said]
-        rows = collectives.all_gather_counts(given, self.nodes.mesh.world)
-        drawn, *found = zip(*rows, strict=True)
-        self.mesh.draw(max(drawn))
-        return [any(each) for each in found]
+        """Tells what is so on any rank; collective."""
+        rows = collectives.all_gather_counts([*said], self.nodes.mesh.world)
+        return [any(each) for each in zip(*rows, strict=True)]
 
 
 class _Chunked(torch.autograd.Function):
@@ -443,6 +446,15 @@ class _Chunked(torch.autograd.Function):
                 if on and learnt[k] is None:
                     found[len(given) + k] = torch.zeros_like(p)
         return None, *found
+
+
+def _padded(x: Tensor, lone: bool, value: int = 0) -> Tensor:
+    """Returns rows and, if there is a lone edge, one more; numbers of kinds are 0.
+
+    Others are neither 0 nor equal at both ends: more functions have gradients there.
+    """
+    fill = value if x.dtype.is_floating_point else 0
+    return torch.cat([x, x.new_full((1, *x.shape[1:]), fill)]) if lone else x
 
 
 def _add(total: Tensor, part: Any, where: Tensor | slice | None) -> None:
