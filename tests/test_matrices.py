@@ -131,12 +131,13 @@ def test_a_matrix_of_another_number_of_nodes_is_refused():
 
 
 @tiers.parametrize("size", [1, 2, 3], [3])
-@alike.in_doubles()
 @worlds.on()
+@alike.in_doubles()
 def test_a_matrix_may_lead_from_one_type_to_another(size):
     data = two_types().apply(torch.Tensor.double, "x")
     share = pdc.partition(data, worlds.mesh(), "random")
-    layers = [pyg.SAGEConv(4, 3), pyg.GATConv((4, 4), 3, add_self_loops=False)]
+    layers = [pyg.SAGEConv(4, 3, aggr=kind) for kind in ("mean", "sum", "max")]
+    layers.append(pyg.GATConv((4, 4), 3, add_self_loops=False))
     for layer in layers:
         found = []
         for d, made in ((data, as_it_is), (share, pdc.convert)):

@@ -446,9 +446,21 @@ def _product(func: Any, adj: DistAdjacency, x: Any) -> Any:
     local = local_at(x, out_of, 0)
     flat = local.unsqueeze(1) if local.dim() == 1 else local.contiguous()
     weight = adj.weight.local
-    matrix = topology.operator(OperatorKind(), weight.detach(), flat.dtype)
-    out = (matrix.transposed if adj.flipped else matrix) @ flat
+    if topology.sources is None:
+        matrix = topology.operator(OperatorKind(), weight.detach(), flat.dtype)
+        out = (matrix.transposed if adj.flipped else matrix) @ flat
+    else:
+        out = _between_types(adj, flat, weight.to(flat.dtype).unsqueeze(1))
     return DistTensor(out.squeeze(1) if local.dim() == 1 else out, into)
+
+
+def _between_types(adj: DistAdjacency, rows: Tensor, weight: Tensor) -> Tensor:
+    """Returns own rows of the product by a matrix from one node type to another."""
+    target = adj.topology.locals.ends[1]
+    if adj.flipped:
+        return _exchange(adj).sum(rows[target] * weight)
+    read = _exchange(adj).gather(rows) * weight
+    return rows.new_zeros(len(adj.nodes), rows.size(1)).index_add_(0, target, read)
 
 
 def _add_product(start: Any, adj: Any, x: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
