@@ -15,7 +15,7 @@ from pyg_distcomm.sharded import whole
 from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, rule
 from pyg_distcomm.sharded.ids import blocks_of, with_ids
-from pyg_distcomm.sharded.partial import PartialSum, over_ranks
+from pyg_distcomm.sharded.partial import PartialSum, over_ranks, plain
 
 aten = torch.ops.aten
 _KEPT = 8  # tensors of which given rows are a slice
@@ -317,7 +317,7 @@ def _beside(parts: Any, like: DistTensor) -> list[Tensor]:
             f"got tensors of {shapes} to join row by row; give each {like.rows.count} "
             f"rows in dimension {like.dim_}"
         )
-    return [local_at(p, like.rows, like.dim_) for p in parts]
+    return [local_at(plain(p), like.rows, like.dim_) for p in parts]
 
 
 @rule(aten.flip.default)
