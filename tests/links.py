@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +10,7 @@ import worlds
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm.checkpoint import MARK
+from pyg_distcomm import checkpoint
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import (
     Cast,
@@ -24,7 +23,6 @@ from pyg_distcomm.halo.codecs import (
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Fixed, Linear
 from pyg_distcomm.nn import DistGCNConv
-from pyg_distcomm.partition.atomic import sha256
 
 WIDTHS = (7, 6, 5, 4)
 ONE = Quantise(1, "stochastic")
@@ -33,16 +31,12 @@ OPS = ("halo", "halo_reduce", "all_gather", "reduce_scatter")
 
 def as_earlier_versions(folder, mesh):
     """Writes the links of a checkpoint in the form that they had in earlier versions."""
-    file, mark = folder / f"link.{mesh.rank}.pt", folder / MARK
+    file = folder / f"link.{mesh.rank}.pt"
     states = torch.load(file)
-    several = len(states) > 1
-    torch.save({"relations": states} if several else states.popitem()[1], file)
-    collectives.barrier(mesh.world)
-    about = json.loads(mark.read_text())
-    about["files"] = {name: sha256(folder / name) for name in about["files"]}
+    torch.save({"relations": states} if len(states) > 1 else states.popitem()[1], file)
     collectives.barrier(mesh.world)
     if mesh.rank == 0:
-        mark.write_text(json.dumps(about))
+        checkpoint._seal(folder)
     collectives.barrier(mesh.world)
 
 

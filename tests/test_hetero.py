@@ -509,23 +509,17 @@ def test_a_damaged_folder_of_types_is_refused(tmp_path):
     out, part = tmp_path / "out", tmp_path / "out" / "part_00001"
     parts_of(out, in_folder(), 2)
     meta = folder_meta(out)
-    for change, words in (
-        (lambda types: types["nodes"].pop("field"), "sum of types.nodes is"),
-        (
-            lambda types: types["edges"][0].update(edges=[1, 1]),
-            "sum of types.edges is",
-        ),
-        (lambda types: types["nodes"].update(paper=[40, "1"]), "wanted 2 counts"),
-        (
-            lambda types: types["edges"].append(types["edges"][0]),
-            "sum of types.edges is",
-        ),
-        (lambda types: types.update(edges=3), "a field of another type"),
+    for change in (
+        lambda types: types["nodes"].pop("field"),
+        lambda types: types["edges"][0].update(edges=[1, 1]),
+        lambda types: types["nodes"].update(paper=[40, "1"]),
+        lambda types: types["edges"].append(types["edges"][0]),
+        lambda types: types.update(edges=3),
     ):
         wrong = copy.deepcopy(meta)
         change(wrong["types"])
         write_meta(out, wrong)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match="has fields that this package does not"):
             read_part(out, 0)
     write_meta(out, meta)
     ids = np.load(part / "edge_index.npy")
@@ -601,9 +595,8 @@ def test_links_of_relations_are_resumed(tmp_path):
     as_earlier_versions(folder, mesh)
     want = go(share, model, links, 3)
     share, model, links = begin()
-    turned = dict(
-        reversed(links.items())
-    )  # the same links, one of them of two relations
+    # the same links, one of them of two relations
+    turned = dict(reversed(links.items()))
     pdc.load_checkpoint(folder, mesh, model, link=turned)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,7 +12,6 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -150,21 +149,6 @@ def test_a_save_killed_at_any_step_leaves_the_old_or_the_new_one(
     out = subprocess.run(run, capture_output=True, text=True, timeout=300, env=alone)
     assert out.returncode == 0, out.stderr
     assert int(out.stdout.split()[-1]) > 8
-
-
-def test_what_an_earlier_version_saved_is_found(tmp_path):
-    path = tmp_path / "run"
-    save(path, 1)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    token = f"{socket.gethostname()}-{ended.pid}-{'0' * 8}"
-    path.rename(tmp_path / f".run.ready-{token}")  # the state before an exchange
-    assert load(path) == 1
-    (tmp_path / f".run.old-{token}").mkdir()
-    assert load(path) == 1
-    save(path, 2)
-    assert load(path) == 2
-    assert os.listdir(tmp_path) == ["run"]
 
 
 def test_nothing_is_replaced_that_was_not_saved_here(tmp_path):

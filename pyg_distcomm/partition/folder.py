@@ -233,7 +233,9 @@ def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = []
-    for name in tqdm(meta["files"], "checking files", disable=None, leave=False):
+    parts = (_part_files(meta, part) for part in range(meta["num_parts"]))
+    names = dict.fromkeys(name for part in parts for name in part)
+    for name in tqdm(names, "checking files", disable=None, leave=False):
         try:
             check_file(folder, meta, name, "checksums" if checksums else "sizes")
         except ValueError as error:
@@ -243,12 +245,14 @@ def verify_folder(folder: str | Path, *, checksums: bool = True) -> list[str]:
 
 def _content_problems(folder: Path, meta: Meta) -> list[str]:
     problems: list[str] = []
-    seen = torch.zeros(meta["num_edges"], dtype=torch.bool)
     try:
-        if _read_partition(folder, meta).digest() != meta["partition"]:
+        # whose files are as large as META.json says, so that `seen` is no larger
+        shares = [_read(folder, meta, part) for part in range(meta["num_parts"])]
+        seen = torch.zeros(meta["num_edges"], dtype=torch.bool)
+        if shares[0].partition.digest() != meta["partition"]:
             problems.append(f"{folder / 'owner.npy'}: not the partition of META.json")
-        for part in range(meta["num_parts"]):
-            share, here = _read(folder, meta, part), folder / part_name(part)
+        for part, share in enumerate(shares):
+            here = folder / part_name(part)
             problems += read_ids(share, here)[0]
             if out_of_range(share.edge_gid, seen.numel()) is not None:
                 continue
@@ -425,38 +429,33 @@ def attribute_kinds(
 
 def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
     length = _length(data, data, name)
-    nodes, edges = int(data.num_nodes or 0), data.num_edges
-    offsets = declared is None and (name == "ptr" or name.endswith("_ptr"))
-    if declared == "graph" or offsets:
+    counts: dict[Kind, int] = {"node": int(data.num_nodes or 0), "edge": data.num_edges}
+    if declared == "graph" or (declared is None and _is_of_graph(data, name)):
         return "graph"
     if declared is not None:
-        want = nodes if declared == "node" else edges
-        if length != want:
+        if length != counts[declared]:
             raise ValueError(
                 f"{name!r} is declared as an attribute of the {declared}s, of which "
-                f"there are {want}, but {_shape_text(data[name])}"
+                f"there are {counts[declared]}, but {_shape_text(data[name])}"
             )
         return declared
-    if _is_of_graph(data, name):
-        return "graph"
-    if length == nodes == edges:
-        if "edge" in name:
-            return "edge"
-        if name in NODE_NAMES or name.endswith("_mask"):
-            return "node"
+    fits = [kind for kind, count in counts.items() if count == length]
+    if len(fits) == 1:
+        return fits[0]
+    if fits and "edge" in name:
+        return "edge"
+    if fits and (name in NODE_NAMES or name.endswith("_mask")):
+        return "node"
+    if fits:
         raise ValueError(
-            f"{name!r} could be of the nodes or of the edges, of which there are {nodes} "
+            f"{name!r} could be of the nodes or of the edges, of which there are {length} "
             f"each; say which with node_attrs=[{name!r}] or edge_attrs=[{name!r}]"
         )
-    if length == nodes:
-        return "node"
-    if length == edges:
-        return "edge"
-    must_fit = name in ("x", *EDGE_NAMES) or name.endswith("_mask")
-    if length is not None and must_fit:
+    if length is not None and (name in ("x", *EDGE_NAMES) or name.endswith("_mask")):
         raise ValueError(
-            f"{name!r} fits neither the {nodes} nodes nor the {edges} edges: "
-            f"{_shape_text(data[name])}; make it as long, or rename it to keep it as it is"
+            f"{name!r} fits neither the {counts['node']} nodes nor the {counts['edge']} "
+            f"edges: {_shape_text(data[name])}; make it as long, or rename it to keep it "
+            "as it is"
         )
     return "graph"
 

@@ -48,8 +48,6 @@ _OWN = re.compile(
 )
 _LEVELS = ("node", "edge", "graph")
 _MOST = 2**53  # a number that JSON keeps
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_SEPARATOR = re.compile(r"[/\\]")
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
@@ -89,12 +87,47 @@ def folder_meta(folder: str | Path) -> Meta:
         )
     if meta.get("digest") != _digest(meta):
         raise ValueError(f"{path}: altered since it was written (its digest differs)")
-    problem = _first_problem(meta)
-    if problem is not None:
+    try:
+        sound = _is_sound(meta)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
         raise ValueError(
-            f"{path}: {problem}; write the folder again with `pyg-distcomm partition`"
+            f"{path}: has fields that this package does not write, and their digest; write "
+            "the folder again with `pyg-distcomm partition`"
         )
     return meta
+
+
+def _is_sound(meta: Meta) -> bool:
+    """Returns whether counts, attributes and files are as they are written, or raises.
+
+    The digest tells damage; this is for a folder whose writer may mean harm. What is read is
+    below the folder, and no larger than its files: see `file_name` and `read_array`.
+    """
+    report, parts = PartitionReport.from_dict(meta["report"]), meta["num_parts"]
+    types = meta.get("types", {"nodes": {}, "edges": []})
+    by_part = {
+        "nodes": [*types["nodes"].values()] or [report.nodes],
+        "edges": [each["edges"] for each in types["edges"]] or [report.edges],
+        "rows": [each["halo_rows"] for each in types["edges"]],
+    }
+    by_part["rows"] += [report.train, report.halo_rows, report.send_rows]
+    every = [counts for each in by_part.values() for counts in each]
+    every += [report.nodes, report.edges]
+    numbers = [parts, report.edge_cut, *(n for counts in every for n in counts)]
+    sound = all(type(n) is int and 0 <= n < _MOST for n in numbers) and parts > 0
+    sound = sound and all(len(counts) == parts for counts in every)
+    for name, whole in (("nodes", report.nodes), ("edges", report.edges)):
+        sums = tuple(map(sum, zip(*by_part[name], strict=True)))
+        sound = sound and sums == whole and sum(sums) == meta[f"num_{name}"]
+    for attr in meta["attributes"].values():
+        sound = sound and attr["kind"] in _LEVELS and isinstance(attr["shape"], list)
+        sound = sound and isinstance(getattr(torch, attr["dtype"]), torch.dtype)
+        sound = sound and (attr["kind"] == "graph" or len(attr["shape"]) > 0)
+    for file in meta["files"].values():
+        sound = sound and type(file["bytes"]) is int and type(file["sha256"]) is str
+    return sound and type(meta["partition"]) is str and type(meta["values"]) is dict
 
 
 def check_file(folder: Path, meta: Meta, name: str, verify: Verify) -> None:
@@ -198,80 +231,6 @@ def new_partition(out: Path, force: bool) -> Iterator[Path]:
     check = partial(check_target, out, force)
     with explaining_disk(out), new_folder(out, check, is_folder, is_ours) as aside:
         yield aside
-
-
-def _first_problem(meta: Meta) -> str | None:
-    """Describes the first field that is missing, mistyped or impossible, or returns None.
-
-    Its digest tells whether it is as it was written; this is for whoever wrote another digest.
-    """
-    try:
-        for name, value, fits, wanted in _fields(meta):
-            if not fits:
-                return f"{name} is {repr(value)[:80]}, wanted {wanted}"
-    except KeyError as error:
-        return f"has no {error.args[0]!r}"
-    except (TypeError, AttributeError) as error:
-        return f"has a field of another type ({error})"
-    return None
-
-
-def _fields(meta: Meta) -> Iterator[tuple[str, Any, bool, str]]:
-    """Yields each field: its name and value, whether it fits, and what is wanted.
-
-    Later ones are looked for where earlier ones fit.
-    """
-    for name in ("attributes", "values", "partition", "report", "files"):
-        kind = str if name == "partition" else dict
-        yield name, meta[name], isinstance(meta[name], kind), f"a {kind.__name__}"
-    report = meta["report"]
-    counts = {name: meta[name] for name in ("num_nodes", "num_edges", "num_parts")}
-    for name, count in {**counts, "report.edge_cut": report["edge_cut"]}.items():
-        least = int(name == "num_parts")
-        fits = _is_count(count) and count >= least
-        yield name, count, fits, f"a number of at least {least}"
-    types, parts = meta.get("types", {"nodes": {}, "edges": []}), meta["num_parts"]
-    by_type = {"nodes": [*types["nodes"].values()], "edges": []}
-    by_type["edges"] = [each["edges"] for each in types["edges"]]
-    lists = [("types", each["halo_rows"]) for each in types["edges"]]
-    lists += [("types", counts) for each in by_type.values() for counts in each]
-    for name in ("nodes", "edges", "train", "halo_rows", "send_rows"):
-        lists.append((f"report.{name}", report[name]))
-    for name, each in lists:
-        fits = isinstance(each, list) and len(each) == parts
-        yield name, each, fits and all(map(_is_count, each)), f"{parts} counts"
-    PartitionReport.from_dict(report)  # raises for other fields, also of one before
-    for name, several in by_type.items():
-        count, total = meta[f"num_{name}"], sum(report[name])
-        yield f"num_{name}", count, count == total, f"{total}, as in the report"
-        sums = [*map(sum, zip(*several, strict=True))]
-        fits = not several or sums == report[name]
-        yield f"sum of types.{name}", sums, fits, f"{report[name]}, as in the report"
-    for name, attr in meta["attributes"].items():
-        yield from _fields_of_attribute(f"attributes.{name}", attr)
-    for name, file in meta["files"].items():
-        steps = _SEPARATOR.split(name)
-        inside = not any(step in ("", ".", "..") or ":" in step for step in steps)
-        yield "a name in files", name, inside, "a path inside the folder"
-        fits = isinstance(file, dict) and _is_count(file["bytes"])
-        fits = fits and isinstance(file["sha256"], str)
-        fits = fits and _SHA256.fullmatch(file["sha256"]) is not None
-        yield f"files.{name}", file, fits, "its bytes and sha256"
-
-
-def _fields_of_attribute(at: str, attr: Any) -> Iterator[tuple[str, Any, bool, str]]:
-    yield at, attr, isinstance(attr, dict), "a dict"
-    kind, dtype, shape = attr["kind"], attr["dtype"], attr["shape"]
-    yield f"{at}.kind", kind, kind in _LEVELS, f"one of {_LEVELS}"
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else None
-    yield f"{at}.dtype", dtype, isinstance(found, torch.dtype), "the name of a dtype"
-    fits = isinstance(shape, list) and all(map(_is_count, shape))
-    fits = fits and (kind == "graph" or shape != [])
-    yield f"{at}.shape", shape, fits, "sizes of at least 0, one of rows first"
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST
 
 
 def write_array(path: Path, tensor: Tensor) -> None:
