@@ -231,7 +231,8 @@ def save_checkpoint(
     _check_whole(model, mesh.stage.size)
     with on_all_ranks(world):
         _check_optimizer(model, optimizer)
-    trees = {"model": _model_state(model), "mesh": _mesh_state(mesh)}
+    inputs = {"inputs": inputs_of(mesh).as_text(mesh), "random": _gather_random(mesh)}
+    trees = {"model": _model_state(model), "mesh": {**mesh.state_dict(), **inputs}}
     if extra:
         trees["extra"] = extra
     if optimizer is not None:
@@ -285,7 +286,9 @@ def load_checkpoint(
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
     _check_whole(model)
-    folder, world = _find_folder(path, mesh), mesh.world
+    world = mesh.world
+    name = str(collectives.broadcast_object(find(path).name, world))
+    folder = Path(os.path.realpath(path)).with_name(name)
     parts = ["model", "mesh"] if optimizer is None else ["model", "mesh", "optimizer"]
     own = _model_state(model)
     with on_all_ranks(world):
@@ -556,20 +559,6 @@ def _check_optimizer(
                 f"its group {number} (first of shape {list(unknown[0].shape)}) are not "
                 f"the {type(model).__name__}'s"
             )
-
-
-def _find_folder(path: str | Path, mesh: Mesh) -> Path:
-    """Returns the path of the checkpoint's folder, as rank 0 sees it."""
-    name = collectives.broadcast_object(find(path).name, mesh.world)
-    return Path(os.path.realpath(path)).with_name(str(name))
-
-
-def _mesh_state(mesh: Mesh) -> dict[str, Any]:
-    return {
-        **mesh.state_dict(),
-        "inputs": inputs_of(mesh).as_text(mesh),
-        "random": _gather_random(mesh),
-    }
 
 
 def _gather_random(mesh: Mesh) -> list[list[Tensor]]:

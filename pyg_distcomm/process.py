@@ -32,7 +32,6 @@ class ProcessState:
         minibatches: what samplers know of minibatches that may yet move to a device.
         hops: how many hops of a minibatch layers on a device have asked for; -1 before.
         routes: how learnable rows travel to the node ids of a minibatch.
-        without_metis: whether it was said that pymetis is missing.
         plain_edges: refers to the edge_index that a layer got last, where it was plain.
         watches_optimizers: whether steps of optimizers are looked at for learnable rows.
         watches_steps: whether steps of optimizers are recorded while loaders deal batches.
@@ -61,7 +60,6 @@ class ProcessState:
     minibatches: Any = field(default_factory=WeakIdKeyDictionary)
     hops: int = -1
     routes: Any = field(default_factory=WeakTensorKeyDictionary)
-    without_metis: bool = False
     plain_edges: Any = field(default_factory=weakref.WeakKeyDictionary)
     watches_optimizers: bool = False
     watches_steps: bool = False

@@ -72,10 +72,8 @@ USED = {
 def test_a_graph_that_was_used_before_it_was_saved_is_read(tmp_path, name):
     path, data = tmp_path / "graph.pt", USED[name]()
     torch.save(data, path)
-    shares = [
-        listed_in_order(graph()),
-        listed_in_order(typed_graph()),
-    ]  # classes of their own
+    # classes of their own
+    shares = [listed_in_order(graph()), listed_in_order(typed_graph())]
     allowed = set(torch.serialization.get_safe_globals())
     found = load_dataset(str(path), hetero=True)
     assert set(torch.serialization.get_safe_globals()) == allowed

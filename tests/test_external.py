@@ -16,10 +16,7 @@ from torch_geometric.data import Data
 
 from pyg_distcomm.cli import main
 from pyg_distcomm.datasets import load_dataset
-from pyg_distcomm.partition import (
-    arrow_tables,
-    cutters,
-)
+from pyg_distcomm.partition import arrow_tables, cutters
 from pyg_distcomm.partition.cutters import METHODS, cut
 from pyg_distcomm.partition.external import partition_files
 from pyg_distcomm.partition.folder import read_part, verify_folder, write_folder

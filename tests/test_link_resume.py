@@ -15,11 +15,7 @@ from problems import GRAPHS
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import (
-    DegreeBits,
-    Quantise,
-    RangeBits,
-)
+from pyg_distcomm.halo.codecs import DegreeBits, Quantise, RangeBits
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.staleness import Drift
 

@@ -272,15 +272,11 @@ def _terminated(number: int, _: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _version() -> str:
-    version: str = import_module("pyg_distcomm").__version__
-    return version
-
-
 def _parser() -> _Parser:
+    version = import_module("pyg_distcomm").__version__
     parser = _Parser(prog="pyg-distcomm", description="Distributed full-graph training")
     parser.add_argument(
-        "--version", action="version", version=f"pyg-distcomm {_version()}"
+        "--version", action="version", version=f"pyg-distcomm {version}"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     # each function adds the parser of one subcommand

@@ -492,7 +492,8 @@ class FailureMonitor:
         report = self._try_store("compare_set", "error", self._own_failure, mine)
         if report and json.loads(report)["late"] and not note["late"]:
             report = self._try_store("compare_set", "error", report.decode(), mine)
-        if report is not None and _same_error(json.loads(report), note):
+        first = json.loads(report or "{}")
+        if all(first.get(part) == note[part] for part in ("kind", "message")):
             self._own_failure = report.decode()
 
     def raise_reported(self) -> None:
@@ -672,10 +673,6 @@ def _printable(text: str) -> str:
     """Returns a text without characters that terminals or stores cannot take."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text.replace("\0", "\\x00")
-
-
-def _same_error(note: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(note[part] == other[part] for part in ("kind", "message"))
 
 
 def _exception_from(note: dict[str, Any]) -> BaseException:

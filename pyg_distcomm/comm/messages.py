@@ -100,17 +100,14 @@ class Messages:
     def run(self) -> None:
         """Waits for one message after the other; runs in a waiter thread."""
         try:
-            self._finish()
+            for work in self._works:
+                work.wait(_NO_TIMEOUT)
         except Exception as error:
             self._error = error.with_traceback(None)
         PROCESS.messages.discard(self)
         # release torch's objects before anyone sees completion: the process may exit next
         self._works, self._kept = (), None
         self._done.set()
-
-    def _finish(self) -> None:
-        for work in self._works:
-            work.wait(_NO_TIMEOUT)
 
     def abort(self) -> None:
         """Ends the wait by breaking the connections of the group."""
@@ -457,7 +454,8 @@ def open_rings(
     for r in {r for _, r in slots} if own else ():
         with contextlib.suppress(OSError):
             if notes[r]["host"] == host:
-                opened[r] = _open(notes[r])
+                fd = os.open(f"/proc/{notes[r]['pid']}/fd/{notes[r]['fd']}", os.O_RDWR)
+                opened[r] = Memory(fd, notes[r]["size"], notes[r]["token"])
     here = [name for name, (line, _) in groups.items() if {*line} <= {rank, *opened}]
     here = here if own else []
     every = gather_notes(store, f"{name}/opened", *at, here)
@@ -487,8 +485,3 @@ def _host() -> str:
     except OSError:
         return ""
     return " ".join([boot, *spaces])
-
-
-def _open(note: Mapping[str, Any]) -> Memory:
-    fd = os.open(f"/proc/{note['pid']}/fd/{note['fd']}", os.O_RDWR)
-    return Memory(fd, note["size"], note["token"])

@@ -479,10 +479,6 @@ class ArrowTable:
             ArrayFile(paths[name], np.float32, (0,))
         return {n: NpyColumn(paths[n], f"{self.path}: {n}") for n in names}
 
-    def _id_column(self) -> str | None:
-        lower = {name.lower(): name for name in self.names}
-        return next((lower[name] for name in IDS if name in lower), None)
-
     def node_columns(
         self, folder: Path
     ) -> tuple[dict[str, NpyColumn], NodeNames | None]:
@@ -492,7 +488,8 @@ class ArrowTable:
         there is no column of ids, or it holds each of 0 .. n - 1. Then an id is the index of a
         node, and if rows are in another order, one whole column at a time is in memory.
         """
-        id_column = self._id_column()
+        lower = {name.lower(): name for name in self.names}
+        id_column = next((lower[name] for name in IDS if name in lower), None)
         columns = self._copied(folder, "node", [id_column])
         if id_column is None:
             return columns, None

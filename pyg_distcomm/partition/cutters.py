@@ -169,21 +169,16 @@ def cut(
     else:
         train = train_vector(train_mask, num_nodes)
         method = "metis" if method == "grid" else method
-        loads = train if kinds is None else _with_kinds(train, kinds)
+        loads = train
+        if kinds is not None:  # the nodes of each type, too
+            each = np.eye(int(kinds.max()) + 1, dtype=np.int64)
+            loads = np.column_stack([train, each[kinds.cpu().numpy()]])
         result = _cut(method, edge_index, num_parts, loads, seed, balance)
     if not refine:
         return result
     limit = max(balance, BALANCE)
     return refine_partition(
         edge_index, result, train_mask=train_mask, balance=limit, grid=grid
-    )
-
-
-def _with_kinds(train: np.ndarray, kinds: Tensor) -> np.ndarray:
-    """Returns loads `[n, 1 + kinds]`: train nodes, and the nodes of each type."""
-    number = kinds.cpu().numpy()
-    return np.column_stack(
-        [train, np.eye(int(number.max()) + 1, dtype=np.int64)[number]]
     )
 
 
@@ -241,20 +236,27 @@ def _cut(
     if method == "stream":
         edges = TensorEdges(edge_index)
         return stream(edges, num_nodes, num_parts, seed=seed, balance=balance)
+    csr, weight = symmetric_csr(edge_index, num_nodes), node_weights(edge_index, train)
+    capacity = capacities(weight, num_parts, balance)
+    # by falling degree, those of equal degree in random order
+    shuffled = np.random.default_rng(seed).permutation(num_nodes)
+    visit_order = shuffled[np.argsort(-np.diff(csr[0])[shuffled], kind="stable")]
     enough = edge_index.size(1) > 0 and num_nodes >= FEW * num_parts
     if method == "metis" and enough and _pymetis() is not None:
-        return metis(edge_index, num_parts, train, seed=seed, balance=balance)
-    return ldg(edge_index, num_parts, train, seed=seed, balance=balance)
+        owner = metis(csr, weight, num_parts, seed, balance)
+    else:
+        owner = ldg(csr, weight, capacity, num_parts, visit_order)
+    _improve(owner, visit_order, csr, weight, capacity, num_parts)
+    return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
 
 
 def ldg(
-    edge_index: Tensor,
+    csr: Csr,
+    weight: np.ndarray,
+    capacity: np.ndarray,
     num_parts: int,
-    train: np.ndarray,
-    *,
-    seed: int = 0,
-    balance: float = 1.03,
-) -> Partition:
+    visit_order: np.ndarray,
+) -> np.ndarray:
     """Streams nodes by degree, each to the part with most of its neighbours and room.
 
         part(v) = argmax_p |N(v) in p| * free(p),   free = min_c 1 - load_c(p) / cap_c
@@ -262,20 +264,15 @@ def ldg(
     over loads c: nodes (never above max(ceil(n/P), balance * n/P)), in-edges, train nodes,
     and nodes of each type (above their caps only if no other part has a neighbour or
     room).
-    Repeats from the parts of the last pass, keeps the best, then moves single nodes
-    while the cut falls. Time: linear in nodes and edges, for each pass.
+    Repeats from the parts of the last pass, and keeps the best. Then single nodes move
+    while the cut falls (`_improve`). Time: linear in nodes and edges, for each pass.
 
     "Linear Deterministic Greedy" of [Stanton12], restreamed as "reLDG" of
     [Nishimura13]; the in-edge and train loads, and the moves at the end, are ours.
     """
     loops = jit_loops()
-    num_nodes = len(train)
-    csr = symmetric_csr(edge_index, num_nodes)
-    weight = node_weights(edge_index, train)
-    capacity = capacities(weight, num_parts, balance)
     loads = weight, capacity, np.zeros((num_parts, weight.shape[1]), np.int64)
-    visit_order = _by_degree(csr, seed)
-    owner = np.full(num_nodes, -1, np.int64)
+    owner = np.full(len(weight), -1, np.int64)
     best, best_cut = owner, math.inf
     for _ in tqdm(range(PASSES), "ldg", disable=None, leave=False):
         loops.ldg(visit_order, csr, loads, owner)
@@ -283,19 +280,13 @@ def ldg(
         if size >= best_cut:
             break
         best, best_cut = owner.copy(), size
-    _improve(best, visit_order, csr, weight, capacity, num_parts)
-    return Partition.from_owner(fill_empty(best, num_parts), num_parts)
+    return best
 
 
 def metis(
-    edge_index: Tensor,
-    num_parts: int,
-    train: np.ndarray,
-    *,
-    seed: int = 0,
-    balance: float = 1.03,
-) -> Partition:
-    """Cuts with METIS, after making the graph undirected and dropping loops and repeats.
+    csr: Csr, weight: np.ndarray, num_parts: int, seed: int, balance: float
+) -> np.ndarray:
+    """Cuts with METIS the undirected graph, without loops and repeats.
 
     pymetis takes one weight a node, so METIS balances 1 / n + in_degree(v) / m; then
     single nodes move to bring each load of `ldg` under its cap, train nodes before others.
@@ -303,14 +294,12 @@ def metis(
     """
     pymetis: Any = _pymetis()
     dtype = pymetis.zero_copy_dtype()
-    csr = symmetric_csr(edge_index, len(train))
-    if max(csr[1].size, 20 * len(train)) > np.iinfo(dtype).max:
+    if max(csr[1].size, 20 * len(weight)) > np.iinfo(dtype).max:
         raise ValueError(
-            f"{len(train)} nodes and {csr[1].size} links are too many for pymetis, "
+            f"{len(weight)} nodes and {csr[1].size} links are too many for pymetis, "
             f"which counts in {np.dtype(dtype)}; cut with method='ldg'"
         )
-    weight = node_weights(edge_index, train)
-    mean = np.maximum(weight.mean(0), 1 / len(train))
+    mean = np.maximum(weight.mean(0), 1 / len(weight))
     work = (weight / mean)[:, :2].sum(1)
     _, parts = pymetis.part_graph(
         num_parts,
@@ -319,10 +308,7 @@ def metis(
         options=pymetis.Options(seed=seed, ufactor=max(1, round(1000 * (balance - 1)))),
         recursive=False,
     )
-    owner = np.array(parts, np.int64)
-    capacity = capacities(weight, num_parts, balance)
-    _improve(owner, _by_degree(csr, seed), csr, weight, capacity, num_parts)
-    return Partition.from_owner(fill_empty(owner, num_parts), num_parts)
+    return np.array(parts, np.int64)
 
 
 def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
@@ -337,12 +323,6 @@ def _block_owner(num_nodes: int, num_parts: int) -> np.ndarray:
     sizes = np.full(num_parts, size)
     sizes[:rest] += 1
     return np.repeat(np.arange(num_parts), sizes)
-
-
-def _by_degree(csr: Csr, seed: int) -> np.ndarray:
-    """Returns the nodes by falling degree, those of equal degree in random order."""
-    shuffled = np.random.default_rng(seed).permutation(csr[0].size - 1)
-    return shuffled[np.argsort(-np.diff(csr[0])[shuffled], kind="stable")]
 
 
 def _improve(
@@ -387,14 +367,13 @@ def _pymetis() -> Any:
     try:
         return importlib.import_module("pymetis")
     except ImportError:
-        if PROCESS.without_metis:
-            return None
-        PROCESS.without_metis = True
-        warnings.warn(
-            "pymetis is not installed, so partition method 'metis' falls back to "
-            "'ldg', whose cuts are larger; pip install 'pyg-distcomm[metis]'",
-            stacklevel=3,
-        )
+        if "pymetis" not in PROCESS.warned:
+            PROCESS.warned.add("pymetis")
+            warnings.warn(
+                "pymetis is not installed, so partition method 'metis' falls back to "
+                "'ldg', whose cuts are larger; pip install 'pyg-distcomm[metis]'",
+                stacklevel=3,
+            )
         return None
 
 
@@ -707,13 +686,13 @@ def grid_cut(
         return figures.busiest, sum(figures.block_halo or figures.halo_rows)
 
     block = candidates[0] if len(candidates) == 1 else min(candidates, key=cost)
+    # nodes of a block are dealt to its fiber by falling in-degree, to and fro
     degree = np.bincount(ends[1], minlength=train.size)
-    fiber = np.zeros(train.size, np.int64)
-    if p > 1:
-        for each in range(r * s):
-            gid = np.flatnonzero(block == each)
-            falling = gid[np.argsort(-degree[gid], kind="stable")]
-            jit_loops().deal(falling, degree, np.zeros(p, np.int64), fiber)
+    order = np.lexsort((-degree, block))
+    turn = np.arange(order.size) - np.searchsorted(block[order], block[order])
+    turn %= 2 * p
+    fiber = np.empty_like(block)
+    fiber[order] = np.minimum(turn, 2 * p - 1 - turn)
     return Partition.from_owner(fill_empty(block * p + fiber, r * s * p), r * s * p)
 
 

@@ -283,9 +283,17 @@ class PartitionReport:
         return self.volume * width * itemsize
 
     def __str__(self) -> str:
-        lines = [*_parts(self), *_summary(self)]
+        names: Sequence[str] = ("nodes", "edges", "train", "halo rows", "sent rows")
+        counts = (self.nodes, self.edges, self.train, self.halo_rows, self.send_rows)
+        labels = [str(part) for part in range(self.num_parts)]
+        lines = _table("part", names, labels, counts, "parts") + _summary(self)
         if self.blocks:
-            lines += ["", *_blocks(self)]
+            r, s, p = self.grid
+            names = ("nonzeros", "halo rows", "sent rows")
+            columns = (self.blocks, self.block_halo, self.block_send)
+            labels = [f"{i},{j}" for i in range(r) for j in range(s)]
+            lines += ["", f"on a grid of {r} x {s} x {p}"]
+            lines += _table("block", names, labels, columns, "blocks")
         if self.before is not None:
             lines += ["", *_comparison(self.before, self)]
         return "\n".join(lines)
@@ -297,28 +305,11 @@ def imbalance(counts: Sequence[float]) -> float:
     return max(counts) * len(counts) / total if total else 1.0
 
 
-def _parts(figures: PartitionReport) -> list[str]:
-    names = ("nodes", "edges", "train", "halo rows", "sent rows")
-    owned = figures.nodes, figures.edges, figures.train
-    columns = (*owned, figures.halo_rows, figures.send_rows)
-    labels = [str(part) for part in range(figures.num_parts)]
-    return _table("part", names, labels, columns, "parts")
-
-
-def _blocks(figures: PartitionReport) -> list[str]:
-    r, s, p = figures.grid
-    names = ("nonzeros", "halo rows", "sent rows")
-    columns = (figures.blocks, figures.block_halo, figures.block_send)
-    labels = [f"{i},{j}" for i in range(r) for j in range(s)]
-    table = _table("block", names, labels, columns, "blocks")
-    return [f"on a grid of {r} x {s} x {p}", *table]
-
-
 def _table(
     corner: str,
-    names: tuple[str, ...],
+    names: Sequence[str],
     labels: list[str],
-    columns: tuple[Counts, ...],
+    columns: Sequence[Counts],
     title: str,
 ) -> list[str]:
     label_width = max(8, *(len(label) for label in labels[:MOST_LINES]))
