@@ -376,6 +376,18 @@ def test_states_of_a_share_are_those_of_the_whole_graph():
         assert any(key.startswith("values of") for key in one)
 
 
+@pytest.mark.parametrize("size", [2])
+@worlds.on()
+def test_a_generator_orders_a_share_as_the_whole_graph(size):
+    data, found = graph(), []
+    for given in (data, pdc.partition(data, worlds.mesh(), "random")):
+        g = torch.Generator().manual_seed(5)
+        how = {"batch_size": 7, "shuffle": True, "generator": g}
+        loader = DistNeighborLoader(given, [3, 2], **how)
+        found.append([batch.n_id for batch in loader])
+    assert all(map(torch.equal, *found))
+
+
 def told(loader, count=None):
     """What ends the epoch of a loader."""
     try:
@@ -498,6 +510,11 @@ def test_rows_come_from_the_store_that_is_given(size, c):
         same(one.x, two.x)
         same(one.edge_attr, two.edge_attr)
         same(two.more, more[two.n_id])
+    _, loader = built(share, features=store)
+    store.remove_tensor(None, "more", None)
+    store.put_tensor(more + 1, None, "more", None)
+    for batch in loader:  # takes what the store has now
+        same(batch.more, more[batch.n_id] + 1)
     lossy = DistFeatureStore.from_data(share, road, wire="int8")
     for one, two in zip(plain, built(share, features=lossy)[1], strict=True):
         same(one.y, two.y)

@@ -130,7 +130,7 @@ test_feature_store.py -k found_in_a_block
         here = (place >= 0) & (place {{< => <=}} len(self.gid))
 test_feature_store.py -k test_the_cache_is_the_same or test_putting
     cache: the cache keeps the rows of an attribute that was replaced
-        if len(row_group.cached_gid){{ =>  and kept is column}}:
+        if len(row_group.cached_gid){{ =>  and not name}}:
                     self._fill_cache(row_group, [name])
 test_feature_store.py -k test_the_cache_is_the_same or test_traffic_falls
     cache: rows of the cache are laid out as if they came from others

@@ -745,17 +745,6 @@ def watch_of(mesh: Any) -> FailureMonitor | None:
     return getattr(getattr(mesh, "world", None), "watch", None)
 
 
-@contextlib.contextmanager
-def reporting(watch: FailureMonitor | None) -> Iterator[None]:
-    """Reports an error of a block to the other ranks, which may wait for this one."""
-    try:
-        yield
-    except BaseException as error:
-        if watch is not None:
-            watch.report(error)
-        raise
-
-
 _OUT_OF_MEMORY = re.compile(
     "out of memory|can't allocate memory|not enough memory", re.I
 )

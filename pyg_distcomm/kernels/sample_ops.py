@@ -284,6 +284,11 @@ class Frontier:
     labor: bool = False
 
 
+def all_in_edges(node: Tensor, place: Tensor) -> Frontier:
+    """Returns a frontier that takes all in-edges of its nodes."""
+    return Frontier(node, place, (0,), (node.numel(),), -1)
+
+
 @dataclass(frozen=True, eq=False)
 class RemoteDraws:
     """Locates the draws of each frontier node in the messages that hold them.

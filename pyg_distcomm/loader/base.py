@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, get_worker_info
 from torch_geometric.loader import ImbalancedSampler as ByClass
 
 from pyg_distcomm.comm.consistency import on_all_ranks
-from pyg_distcomm.comm.failure import reporting, script_stacklevel, watch_of
+from pyg_distcomm.comm.failure import script_stacklevel, watch_of
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.graph.local_adjacency import known
@@ -23,6 +23,7 @@ from pyg_distcomm.loader.batcher import (
     attach_sizes,
     edge_index_of,
     holds_matrices,
+    reporting,
     with_edges,
 )
 from pyg_distcomm.loader.device_placement import Placement
@@ -58,9 +59,10 @@ from pyg_distcomm.loader.options import (
 from pyg_distcomm.loader.partitioned_source import (
     PartitionedSource,
     check_sampled_together,
-    neighbor_sampler_of,
 )
+from pyg_distcomm.sampling.graph_block import gathered
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR, KeyedNeighborSampler
+from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
 
 Graph = TypeVar("Graph")  # a Data or a HeteroData, of the graph and of its minibatches
 _PyGLoader: Any = object  # for the type checker: PyG's loader, the next base class
@@ -118,27 +120,42 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         **others: Any,  # arguments that must be equal on all ranks of a share
     ) -> tuple[Any, Any]:
         """Returns the graph for PyG's constructor, and the sampler; collective for a share."""
-        options = self.options
+        options, graph = self.options, data
         drawing = drawing | {"draws": options.draws}
         if self.is_partitioned:
             about = {"loader": type(self).__qualname__, "own_transform": own}
             about |= {"num_neighbors": num_neighbors, **drawing, **others}
             source = PartitionedSource(data, options, dataloader, **about)
-            self.partitioned_source = source
-            return source.placeholder, neighbor_sampler_of(
-                source, num_neighbors, **drawing
-            )
-        if given is not None:
+            self.partitioned_source, graph = source, source.placeholder
+            if drawing["subgraph_type"] == "bidirectional":
+                source.learn_edge_owners()  # the target of an edge turned round is its source
+            if options.topology != "replicated":
+                drawing |= {"seed": self._sampler_seed(dataloader)}
+                where: Any = {
+                    "channel": source.sampling,
+                    "sample_at": options.sample_at,
+                }
+                return graph, PartitionedNeighborSampler(
+                    data, num_neighbors, **where, **drawing
+                )
+            names = drawing["time_attr"], drawing["weight_attr"]
+            data = gathered(data, [name for name in names if name is not None])
+        elif given is not None:
             if options.draws != NEIGHBOR:
                 raise ValueError(
                     f"got both draws={options.draws!r} and neighbor_sampler; leave one out"
                 )
-            return data, given
-        seed = options.seed
-        seed = fresh_seed(dataloader.get("generator")) if seed is None else seed
-        drawing |= self.placement.sampling if self.placement else {}
+            return graph, given
+        elif self.placement is not None:
+            drawing |= self.placement.sampling
         drawing["share_memory"] = dataloader.get("num_workers", 0) > 0
-        return data, KeyedNeighborSampler(data, num_neighbors, seed=seed, **drawing)
+        seed = self._sampler_seed(dataloader)
+        return graph, KeyedNeighborSampler(data, num_neighbors, seed=seed, **drawing)
+
+    def _sampler_seed(self, dataloader: dict[str, Any]) -> int:
+        """Returns the seed of draws without a key."""
+        seed = self.options.seed
+        return fresh_seed(dataloader.get("generator")) if seed is None else seed
 
     def _finish_init(self, inputs: list[Any], dataloader: dict[str, Any]) -> None:
         """Completes PyG's constructor: plans epochs, and posts a note for the other ranks."""

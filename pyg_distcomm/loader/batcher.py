@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -37,7 +37,6 @@ from torch_geometric.index import index2ptr
 
 from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.failure import reporting
 from pyg_distcomm.graph.local_adjacency import carry, follow, prepare
 from pyg_distcomm.graph.partition_data_types import with_planned_edges
 from pyg_distcomm.kernels import memory, sample_cpu, threads
@@ -180,6 +179,17 @@ def take_rows(values: Tensor, ids: Tensor, out: Tensor | None = None) -> Tensor:
     return out
 
 
+@contextmanager
+def reporting(watch: Any) -> Iterator[None]:
+    """Reports an error of a block to the other ranks, which may wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        if watch is not None:
+            watch.report(error)
+        raise
+
+
 @dataclass(frozen=True, eq=False)
 class Attribute:
     """Describes one attribute whose rows are gathered for a minibatch."""
@@ -205,11 +215,8 @@ class Batcher:
 
     A minibatch is sampled and collated in one stage, on one thread, unless minibatches are
     sampled together or their rows come from other ranks: then there are two stages, one
-    that samples a bulk, and one that fetches its rows and collates it.
-
-    Args:
-        loader: a loader of this package, with its data of now.
-        phases: times the stages; None to collate single minibatches only.
+    that samples a bulk, and one that fetches its rows and collates it. Without phases, to time
+    stages in, it collates single minibatches only.
     """
 
     def __init__(self, loader: Any, phases: Phases | None = None) -> None:

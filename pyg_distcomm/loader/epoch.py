@@ -282,26 +282,20 @@ Stage = Callable[[list[Any], Callable[[], bool]], list[Any]]
 class PrefetchQueue:
     """Yields minibatches in order, built a bulk at a time, each stage in its own thread.
 
-    Its threads stop when it is exhausted, dropped or interrupted.
-
-    Args:
-        plan: the minibatches to build, in order; read by one thread.
-        stages: functions that turn the bulk of the previous stage (the first: a list from
-            the plan) into a bulk. They are also given a function that returns whether to stop.
-        finish: applied to each minibatch in the thread that requests it.
-        size: returns the size of the next bulk; 0 ends the plan.
-        ahead: how many bulks may wait after a stage; 0 builds on demand, without threads.
-        drain: whether a bulk that was started goes through all stages in any case, because
-            other ranks take part in them. Then only `size` may end the plan early.
+    Its threads stop when it is exhausted, dropped or interrupted. A stage turns the bulk of the
+    one before (the first: a list from the plan) into a bulk, and is also given a function that
+    returns whether to stop.
     """
 
     def __init__(
         self,
-        plan: Iterator[Any],
+        plan: Iterator[Any],  # the minibatches to build, in order
         stages: Sequence[Stage],
-        finish: Callable[[Any], Any],
-        size: Callable[[Callable[[], bool]], int],
-        ahead: int,
+        finish: Callable[[Any], Any],  # of a minibatch, in the thread that asks for it
+        size: Callable[[Callable[[], bool]], int],  # of the next bulk; 0 ends the plan
+        ahead: int,  # how many bulks may wait after a stage; 0 takes no threads
+        # whether a bulk that was started goes through all stages in any case, because
+        # other ranks take part in them; then only `size` may end the plan early
         drain: bool = False,
     ) -> None:
         self._finish = finish

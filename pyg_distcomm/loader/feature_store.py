@@ -445,9 +445,7 @@ class DistFeatureStore(FeatureStore):
             flat = as_bytes(rows).view(len(rows), shape[0] * rows.element_size())
             every = self._in_block(flat).view(-1).view(rows.dtype)
             rows = take_rows(every.view(len(order), *rows.shape[1:]), order)
-        column = Column(row_group, name, rows, codec)
-        kept = row_group.columns.setdefault(name, column)  # to which a Fetch may refer
-        kept.values, kept.codec, kept.cached = rows, codec, None
+        row_group.columns[name] = Column(row_group, name, rows, codec)
         if len(row_group.cached_gid):
             self._fill_cache(row_group, [name])
 

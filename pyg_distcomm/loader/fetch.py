@@ -15,11 +15,10 @@ from torch import Tensor
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
-from pyg_distcomm.comm.failure import reporting
 from pyg_distcomm.comm.random import fold
 from pyg_distcomm.halo.codecs import Codec, Plain, RngKey
 from pyg_distcomm.kernels.sample_cpu import RankSelect
-from pyg_distcomm.loader.batcher import take_rows
+from pyg_distcomm.loader.batcher import reporting, take_rows
 from pyg_distcomm.loader.device_placement import ON_HOST, Placement
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sampling.row_service import Index, RowRound
@@ -260,6 +259,11 @@ class Fetch:
                 place = query.here if query.is_here(placement) else query.place
                 pools[group.group] = Pool(query.ids, place, found)
         return pools
+
+    def renewed(self) -> Fetch:
+        """Returns a fetch of the attributes of these names that the groups have now."""
+        columns = [column.group.columns[column.name] for column in self.columns]
+        return replace(self, columns=columns)
 
     # Before anything travels ----------------------------------------------------------
 

@@ -441,14 +441,14 @@ class DistLayerLoader(BulkLoading[Data], NodeLoader):
             input_nodes = checked_seeds(data, input_nodes)
             drawing |= self.placement.sampling if self.placement else {}
             most = _most_rows(numbers, data, kwargs)
-        local, seed = not isinstance(graph, PartitionedLayerGraph), self.options.seed
+        local = not isinstance(graph, PartitionedLayerGraph)
         sampler = KeyedLayerSampler(
             graph,
             numbers,
             chosen,
             weight_attr=weight_attr if local else None,
             most_rows=most if local else None,
-            seed=fresh_seed(kwargs.get("generator")) if seed is None else seed,
+            seed=self._sampler_seed(kwargs),
             **drawing,
         )
         if self.is_partitioned:

@@ -19,7 +19,6 @@ from pyg_distcomm.comm.axis import (
     new_process_grid,
 )
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
-from pyg_distcomm.comm.random import fresh_seed
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.loader.batcher import Attribute, Pools, placeholder_rows
 from pyg_distcomm.loader.device_placement import Placement
@@ -36,9 +35,7 @@ from pyg_distcomm.loader.options import (
 )
 from pyg_distcomm.ops.id_plan import IdPlan, attach_route, plan_ids
 from pyg_distcomm.process import PROCESS
-from pyg_distcomm.sampling.graph_block import gathered, mesh_of
-from pyg_distcomm.sampling.neighbor_sampler import KeyedNeighborSampler
-from pyg_distcomm.sampling.partitioned import PartitionedNeighborSampler
+from pyg_distcomm.sampling.graph_block import mesh_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -46,28 +43,16 @@ from pyg_distcomm.sharded.edges import DistEdgeIndex
 class PartitionedSource:
     """Holds a share of a graph for a loader: placeholders for PyG, feature stores, channels.
 
-    All ranks build it together. Its channels are closed when it is freed.
-
-    Args:
-        data: from `pdc.partition` or `pdc.load_partition`.
-        options: those of the loader.
-        dataloader: arguments of torch's DataLoader.
-        **arguments: others of the loader, which must be equal on all ranks, too.
-
-    Attributes:
-        attributes: what is fetched for minibatches.
-        placeholder: what PyG's loader holds instead of the share.
-
-    Raises:
-        ValueError, TypeError: on all ranks alike.
+    All ranks build it together, and raise its errors alike. Its channels are closed when it is
+    freed.
     """
 
     def __init__(
         self,
         data: Data | HeteroData,
         options: LoaderOptions,
-        dataloader: dict[str, Any],
-        **arguments: Any,
+        dataloader: dict[str, Any],  # arguments of torch's DataLoader
+        **arguments: Any,  # others of the loader, which must be equal on all ranks, too
     ) -> None:
         self.data, self.mesh, self.options = data, mesh_of(data), options
         replication, features = options.replication, options.features
@@ -102,8 +87,8 @@ class PartitionedSource:
             rest = _without(self.data, self._given_store)
             found = [self._given_store, DistFeatureStore.from_data(rest, self.fetching)]
         self.stores = [copy.copy(store) for store in found]
-        self.placeholder = _with_placeholders(self.data)
-        self.attributes: list[Attribute] = []
+        self.placeholder = _with_placeholders(self.data)  # what PyG's loader holds
+        self.attributes: list[Attribute] = []  # what is fetched for minibatches
         self._fetches: list[tuple[Fetch, dict[Group, list[str]]]] = []
         for store in self.stores:
             store.channel = self.fetching
@@ -128,7 +113,7 @@ class PartitionedSource:
         found: dict[Any, tuple[Any, Any]] = {}
         for fetch, attrs in self._fetches:
             some = {group: wanted[group] for group in attrs}
-            for group, pool in fetch(some, placement=placement).items():
+            for group, pool in fetch.renewed()(some, placement=placement).items():
                 for name in attrs[group]:
                     found[group, name] = pool.find, pool.rows[name]
         return {k: found[_group_of(a), a.name] for k, a in enumerate(self.attributes)}
@@ -326,28 +311,6 @@ def check_sampled_together(sampler: Any, dataloader: dict[str, Any]) -> None:
             "and its rows are fetched by threads of this process, which talk to the "
             "other ranks; leave num_workers out"
         )
-
-
-def neighbor_sampler_of(
-    source: PartitionedSource, num_neighbors: Any, **drawing: Any
-) -> Any:
-    """Returns the sampler of neighbourhoods of a share; collective."""
-    options = source.options
-    seed = fresh_seed() if options.seed is None else options.seed
-    if drawing["subgraph_type"] == "bidirectional":
-        source.learn_edge_owners()  # the target of an edge turned round is its source
-    if options.topology == "replicated":
-        names = [drawing["time_attr"], drawing["weight_attr"]]
-        whole = gathered(source.data, [name for name in names if name is not None])
-        return KeyedNeighborSampler(whole, num_neighbors, seed=seed, **drawing)
-    return PartitionedNeighborSampler(
-        source.data,
-        num_neighbors,
-        channel=source.sampling,
-        sample_at=options.sample_at,
-        seed=seed,
-        **drawing,
-    )
 
 
 def _comparable(options: LoaderOptions) -> dict[str, Any]:

@@ -48,16 +48,13 @@ _REFUSED = ("neighbor_sampler", "input_nodes", "input_time")
 
 
 class NodeSets:
-    """Lists sets of nodes, which a loader takes instead of seeds.
-
-    Args:
-        ptr: `[s + 1]`, the first node of each set.
-        node: `[ptr[-1]]` node ids; with node types, ids count through all types in order.
-        sizes: the number of nodes of each type; None without types.
-    """
+    """Lists sets of nodes, which a loader takes instead of seeds."""
 
     def __init__(
-        self, ptr: Tensor, node: Tensor, sizes: dict[str, int] | None = None
+        self,
+        ptr: Tensor,  # [s + 1], the first node of each set
+        node: Tensor,  # [ptr[-1]] ids; with types, they count through all types in order
+        sizes: dict[str, int] | None = None,  # nodes of each type; None without types
     ) -> None:
         self.ptr, self.node, self.sizes, self.time = ptr, node, sizes, None
         self.input_type = next(iter(sizes)) if sizes else None
@@ -93,22 +90,15 @@ class NodeSets:
 
 
 class SubgraphLoading(DistNeighborLoader[Graph]):
-    """Loads induced subgraphs, with the bulks, ranks and states of `DistNeighborLoader`.
-
-    Args:
-        data: a Data or HeteroData, or a share of one.
-        num_neighbors: fan-outs around the nodes of a set; an empty list for no neighbours.
-        node_sets: the sets of nodes to load instead of seeds; None for `input_nodes`.
-        **kwargs: as in `DistNeighborLoader`.
-    """
+    """Loads induced subgraphs, with the bulks, ranks and states of `DistNeighborLoader`."""
 
     node_sets: Any = None
 
     def __init__(
         self,
         data: Any,
-        num_neighbors: Sequence[int],
-        node_sets: Any = None,
+        num_neighbors: Sequence[int],  # around the nodes of a set; empty for none
+        node_sets: Any = None,  # to load instead of seeds; None for `input_nodes`
         **kwargs: Any,
     ) -> None:
         kwargs.pop("dataset", None)

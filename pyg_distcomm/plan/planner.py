@@ -74,12 +74,9 @@ class PowerLaw(DegreeDistribution):
     """Mean degrees follow a power law: node k's is proportional to k^(-1 / (exponent - 1)).
 
     As in the model of [Chung02], without its bound on the largest mean.
-
-    Args:
-        exponent: the exponent of the density of degrees, above 2.
     """
 
-    exponent: float = 2.5
+    exponent: float = 2.5  # the exponent of the density of degrees, above 2
 
     def __post_init__(self) -> None:
         if not self.exponent > 2:
@@ -103,12 +100,9 @@ class RMat(DegreeDistribution):
 
     A node with t ones among the L bits of its id is an end of an edge with probability
     (a+b)^(L-t) (c+d)^t, here the same for both ends, as after symmetrising.
-
-    Args:
-        heavy: a + b, the fraction of edges at ids whose bit is zero.
     """
 
-    heavy: float = 0.76
+    heavy: float = 0.76  # a + b, the fraction of edges at ids whose bit is zero
 
     def __post_init__(self) -> None:
         if not 0.5 <= self.heavy < 1:

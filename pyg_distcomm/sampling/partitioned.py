@@ -30,7 +30,6 @@ from torch import Tensor
 from torch_geometric.sampler import EdgeSamplerInput, NegativeSampling, NodeSamplerInput
 from torch_geometric.sampler.base import SubgraphType
 
-from pyg_distcomm import kernels
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.consistency import on_all_ranks
@@ -101,7 +100,6 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         # this rank's node times do not cover other ranks' nodes
         self.node_time: Any = None
         self._rows = RemoteRows(self.block, channel)
-        self._sampler: Any = kernels.neighbor_sampler(self.block.topology.graph)
 
     def _read(self, data: Any, **options: Any) -> SampledTopology:
         if options.pop("backward"):
@@ -152,7 +150,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
         """Draws the minibatches of a bulk."""
         with ExitStack() as stack:
             builders = [
-                stack.enter_context(self._sampler.builder(r, len(requests)))
+                stack.enter_context(self._rows.sampler.builder(r, len(requests)))
                 for r in requests
             ]
             self._draw_hops(builders, [r.key for r in requests])
@@ -200,7 +198,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 received = theirs[n * k : (n + 1) * k]
                 relation = relations[r]
                 about = r, relation, hop, labor
-                drawn_by = self._sampler.keys_of(keys[peer], *about)
+                drawn_by = self._rows.sampler.keys_of(keys[peer], *about)
                 segments.append((r, self._frontier_of(received, drawn_by, fan_out)))
             messages.append(self._rows.answer(segments))
         draws, first = self._rows.draws(request, messages), request.first

@@ -46,7 +46,7 @@ from pyg_distcomm.kernels.sample_ops import (
     Relation,
     RemoteDraws,
     UnweightedNode,
-    spread,
+    all_in_edges,
 )
 from pyg_distcomm.sampling.algebra import offsets
 from pyg_distcomm.sampling.graph_block import GraphBlock
@@ -95,28 +95,26 @@ class RowQuery:
     max_time: Tensor | None = None
 
 
-def rows_at(relation: Relation, place: Tensor) -> Relation:
+def rows_at(sampler: Any, relation: Relation, place: Tensor) -> Relation:
     """Returns some rows of a relation of pairs, in the order given, as one of their own."""
-    begin = relation.colptr[place]
-    count = relation.colptr[place + 1] - begin
-    node, within, _ = spread(count)
-    entry = begin[node] + within
-    pairs, weight, time = (
-        None if t is None else kernels.read_rows(t, entry)
-        for t in (relation.row.view(-1, 2), relation.weight, relation.time)
+    every = all_in_edges(place, place)
+    start, entry, _ = sampler.draw_rows(relation, None, every, _allocate)
+    # a pair as one number
+    pair = torch.int64 if relation.row.dtype == torch.int32 else torch.complex128
+    row, weight, time = (
+        None if t is None else t.index_select(0, torch.from_numpy(entry))
+        for t in (relation.row.view(pair), relation.weight, relation.time)
     )
-    assert pairs is not None
-    own: Any = {"row": pairs.view(-1), "weight": weight, "time": time}
-    return replace(relation, colptr=offsets(count), **own)
+    assert row is not None
+    own: Any = {"row": row.view(relation.row.dtype), "weight": weight, "time": time}
+    return replace(relation, colptr=torch.from_numpy(start), **own)
 
 
 class RowRound:
     """Runs the exchanges of one round: counts (in the constructor), then ids, then answers.
 
-    Args:
-        axis: the ranks that exchange rows.
-        table: `[ranks, w]` int64, a row for each rank: the numbers of ids requested of it,
-            and what it needs to read them, as flags or a checksum.
+    The table `[ranks, w]`, int64, has a row for each rank: the numbers of ids requested of it,
+    and what it needs to read them, as flags or a checksum.
     """
 
     def __init__(self, axis: Axis, table: Tensor) -> None:
@@ -166,13 +164,6 @@ class RowRequest(RowRound):
     their columns, and the length of an answer of draws. Nodes whose rows lie on this rank
     cost nothing.
 
-    Args:
-        axis: the ranks that exchange rows.
-        queries: the requests of this rank; a segment may be empty.
-        peers: for each query, the rank of the axis that has each node's row.
-        sampler: sorts the nodes by peer (`kernels.neighbor_sampler`).
-        word: the dtype of messages: int32, or int64 where ids need it.
-
     Attributes:
         received: the queries of each rank for rows of this one.
         sent: [ranks, segments], the number of nodes of each segment requested of each rank.
@@ -183,12 +174,12 @@ class RowRequest(RowRound):
     def __init__(
         self,
         axis: Axis,
-        queries: Sequence[RowQuery],
-        peers: Sequence[Tensor],
-        sampler: Any,
-        word: torch.dtype,
+        queries: Sequence[RowQuery],  # of this rank; a segment may be empty
+        peers: Sequence[Tensor],  # for each query, which rank has each node's row
+        sampler: Any,  # sorts the nodes by peer (`kernels.neighbor_sampler`)
+        word: torch.dtype,  # of messages: int32, or int64 where ids need it
     ) -> None:
-        self._word = word
+        self._sampler, self._word = sampler, word
         sizes = torch.tensor([w.node.numel() for w in queries], dtype=torch.int64)
         self.first: list[int] = [0, *sizes.cumsum(0).tolist()]
         peer = torch.cat([torch.empty(0).long(), *peers])
@@ -223,14 +214,10 @@ class RowRequest(RowRound):
     ) -> tuple[Relation, Tensor]:
         """Sends each rank whole rows, and returns those received, as a relation.
 
-        Args:
-            relation: holds the rows that other ranks request of this one.
-            places: of each rank, which rows of the relation these are.
-
-        Returns:
-            the rows, and which of them is that of each node, as they were requested.
+        `places` are, for each rank, the rows of `relation` that it asked for. Also returned is
+        which of the rows received is that of each node, as they were requested.
         """
-        found = rows_at(relation, torch.cat(list(places)))
+        found = rows_at(self._sampler, relation, torch.cat(list(places)))
 
         def exchanged(t: Tensor, sent: list[int], coming: list[int]) -> Tensor:
             return collectives.all_to_all(t, sent, coming, self.axis, "samples").wait()
@@ -264,14 +251,9 @@ def _flags(queries: Sequence[RowQuery]) -> int:
     return _STREAM * streams + _TIMED * bool(times) + _FLOAT * floats
 
 
-def _words(dtype: torch.dtype, word: torch.dtype) -> int:
-    """Returns how many words a number of a dtype takes."""
-    return max(dtype.itemsize // word.itemsize, 1)
-
-
 def _width(flags: int, word: torch.dtype) -> int:
     """Returns how many words each requested node takes."""
-    timed = _words(torch.int64, word) if flags & _TIMED else 0
+    timed = 8 // word.itemsize if flags & _TIMED else 0
     return 1 + bool(flags & _STREAM) + timed
 
 
@@ -316,19 +298,14 @@ def _unpacked(
 
 
 class RemoteRows:
-    """Draws from, and fetches, the rows of all blocks.
-
-    Args:
-        block: the block of this rank.
-        channel: the ranks; used by one thread at a time.
-    """
+    """Draws from, and fetches, the rows of all blocks; by one thread at a time."""
 
     def __init__(self, block: GraphBlock, channel: ProcessGrid) -> None:
         self.block, self.channel = block, channel
         self.relations = block.topology.graph.relations
         wide = any(r.row.dtype == torch.int64 for r in self.relations)
         self.word = torch.int64 if wide else torch.int32
-        self._sampler: Any = kernels.neighbor_sampler(block.topology.graph)
+        self.sampler: Any = kernels.neighbor_sampler(block.topology.graph)
         sizes = block.topology.graph.sizes
         self._index = [
             Index(gid, size) for gid, size in zip(block.node_gid, sizes, strict=True)
@@ -362,7 +339,7 @@ class RemoteRows:
         peer_of: Callable[[int, Tensor], Tensor],
     ) -> RowRequest:
         peers = [peer_of(self.relations[w.relation].target, w.node) for w in queries]
-        return RowRequest(axis, queries, peers, self._sampler, self.word)
+        return RowRequest(axis, queries, peers, self.sampler, self.word)
 
     def local_rows(self, r: int, node: Tensor) -> Tensor:
         """Returns the local row of each node that was requested of this rank."""
@@ -371,16 +348,14 @@ class RemoteRows:
     def answer(self, frontiers: Sequence[tuple[int, Frontier]]) -> Tensor:
         """Draws the in-edges that one rank requests, and packs them into its message.
 
-        The number of in-edges of each node comes first, then the pairs of all.
-
-        Args:
-            frontiers: (number of the relation, its frontier nodes), relations ascending.
+        The number of in-edges of each node comes first, then the pairs of all. `frontiers`
+        are nodes of relations, by their numbers, ascending.
         """
         found = []
         for number, frontier in frontiers:
             relation = self.relations[number]
             try:
-                drawn = self._sampler.draw_rows(relation, None, frontier, _allocate)
+                drawn = self.sampler.draw_rows(relation, None, frontier, _allocate)
             except UnweightedNode as error:
                 raise self.unweighted(error, number) from None
             found.append((relation, *drawn[:2]))
@@ -390,7 +365,7 @@ class RemoteRows:
         words = torch.empty(total, dtype=self.word)
         words[:at] = counts
         for relation, _, entry in found:
-            self._sampler.write_pairs(relation, entry, words, at)
+            self.sampler.write_pairs(relation, entry, words, at)
             at += 2 * len(entry)
         return words
 
@@ -398,7 +373,7 @@ class RemoteRows:
         """Sends every rank its answer; returns the draws that this rank requested."""
         found, far = request.send_parts(messages)
         parts = list(zip(found, request.asked, strict=True))
-        draws: RemoteDraws = self._sampler.locate(parts, self.channel.row.rank, far)
+        draws: RemoteDraws = self.sampler.locate(parts, self.channel.row.rank, far)
         return draws
 
     def unweighted(self, error: UnweightedNode, r: int) -> ValueError:
@@ -444,7 +419,7 @@ class RemoteRows:
 
     def sorted_rows(self, r: int, nodes: Tensor) -> Relation:
         """Fetches the rows of distinct ids from this column, in the order of the ids."""
-        return rows_at(*self._fetch_from_column(r, nodes))
+        return rows_at(self.sampler, *self._fetch_from_column(r, nodes))
 
     def _fetch_from_column(self, r: int, wanted: Tensor) -> tuple[Relation, Tensor]:
         """Fetches whole rows of distinct nodes from the ranks of the process column."""
