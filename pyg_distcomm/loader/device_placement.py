@@ -85,14 +85,8 @@ class Placement:
                     "device out to sample on the host"
                 )
             found = torch.device("cuda", index)
-        wrong = "" if found.type == "cuda" else f"device={device!r} is no CUDA device"
-        if not wrong and importlib.util.find_spec("triton") is None:
-            wrong = "Triton is not installed (pip install triton)"
-        if pinned and wrong:
-            raise ValueError(
-                f"pinned memory is read by a Triton kernel on CUDA, but {wrong}; leave "
-                "graph_on and rows_on out"
-            )
+        if pinned:
+            _check_pinned(found)
         return Placement(found, graph_on == PINNED, rows_on, cache)
 
     def check(self, data: Any, sampler: Any, dataloader: dict[str, Any]) -> None:
@@ -237,6 +231,17 @@ def num_cached_rows(size: float, total: int) -> int:
         f"cache={size!r} must be a number of rows (an int), or a fraction of all rows "
         "(a float from 0.0 to 1.0); give one of these"
     )
+
+
+def _check_pinned(device: torch.device) -> None:
+    wrong = "" if device.type == "cuda" else f"device={str(device)!r} is no CUDA device"
+    if not wrong and importlib.util.find_spec("triton") is None:
+        wrong = "Triton is not installed (pip install triton)"
+    if wrong:
+        raise ValueError(
+            f"pinned memory is read by a Triton kernel on CUDA, but {wrong}; leave graph_on "
+            "and rows_on out"
+        )
 
 
 class SideStream:
