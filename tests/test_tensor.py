@@ -385,6 +385,7 @@ MODULES = {
     "convolution": (lambda: nn.Conv1d(1, 2, 3), lambda x, m: m(x.unsqueeze(1))),
     "cell": (lambda: nn.GRUCell(7, 3), _apply),
     "classes": (lambda: HeteroLinear(7, 2, 3), lambda x, m: m(x, x.argmax(1) % 3)),
+    "from the end": (lambda: nn.Linear(3, 7), lambda x, m: m.weight[x.argmax(1) - 7]),
     "distances": (lambda: nn.Linear(7, 3), lambda x, m: torch.cdist(x, m.weight)),
     "plain rows": (
         lambda: nn.Linear(2, 50),

@@ -297,8 +297,11 @@ class _Everywhere:
         """Returns the sums of rows by id."""
         if self.owners is not None:
             return _sums_of_owners(src, self.ids, self.owners)
+        at = self.ids.local
+        if in_backward():  # of `table[ids]`, which may count from the end
+            at = torch.where(at < 0, at + self.count, at)
         part = src.new_zeros((self.count, *src.shape[1:]))
-        part.index_add_(0, self.ids.local, src)
+        part.index_add_(0, at, src)
         return part if self.here else summed_over_ranks(part, self.mesh)
 
     def extreme(self, src: Tensor, op: str) -> Tensor:
