@@ -81,6 +81,27 @@ def test_constants_are_what_torch_computes(size, cutter):
     alike.same([share.y, share.x], [data.y, data.x], rtol=0, atol=0)
 
 
+def _after_writes(data, layers):
+    """What a layer returns after each write to a view of its edges."""
+    torch.manual_seed(1)
+    conv, edges = layers.GCNConv(7, 3).double(), data.edge_index.clone()
+    for write in (
+        lambda: edges,
+        lambda: edges[1].add_(1).remainder_(60),
+        lambda: edges[0, :9].zero_(),
+        lambda: edges.detach().t()[20:].fill_(3),
+    ):
+        write()
+        yield conv(data.x, edges)
+
+
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
+def test_layers_notice_what_is_written_to_views_of_edges(size):
+    data, share = alike.share_of()
+    alike.same([*_after_writes(share, nn)], [*_after_writes(data, pyg)])
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @worlds.on()
 def test_what_is_kept_of_rows_and_parameters_is_bounded(size):

@@ -284,7 +284,7 @@ def _again(held: Any) -> Tensor:
         return held.clone()
     (local, *how), edges = held
     out = DistTensor(local.clone(), *how)  # an op may write to it
-    out._topology, out._flipped = edges
+    out._edges_are(*edges)
     out._key_version = version_of(out)
     return out
 

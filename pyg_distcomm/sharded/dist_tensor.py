@@ -16,6 +16,7 @@ value of the whole, gradients are those of one process, for leaves of either kin
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeGuard, TypeVar
 
@@ -88,6 +89,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
     __slots__ = (
         "_copied",
         "_end",
+        "_family",
         "_flipped",
         "_kept",
         "_key",
@@ -109,6 +111,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
     _copied: bool  # whether it is a copy where torch has a view
     _topology: Any  # what is planned for the edges that it is
     _flipped: Any  # what is planned for the edges of which it is the flip
+    _family: Any  # references to the edges with a plan whose memory it shares
 
     @staticmethod
     def __new__(
@@ -123,7 +126,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         )
         self.local, self.rows, self.dim_ = local, rows, dim
         self._key, self._key_version = key, 0
-        self._kept = self._topology = self._flipped = None
+        self._kept = self._topology = self._flipped = self._family = None
         self._copied, self._end = False, None
         return self
 
@@ -181,6 +184,14 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         if local.requires_grad:
             return DistTensor.from_local(local, rows)
         return PROCESS.rules["attribute"](DistTensor(local, rows))  # type: ignore[no-any-return]
+
+    def _edges_are(self, topology: Any, flipped: Any = None) -> None:
+        """Keeps what is planned for edges, or those that it flips, until a write to them."""
+        self._topology, self._flipped = topology, flipped
+        if topology is not None or flipped is not None:
+            others = [ref for ref in self._family or () if ref() is not None]
+            self._family = self._family or []  # one list of all that share the memory
+            self._family[:] = [*others, weakref.ref(self)]
 
     @property
     def grad(self) -> Any:
@@ -263,7 +274,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> DistTensor:
         if id(self) not in memo:
             out = DistTensor(self.local.detach().clone(), self.rows, self.dim_)
-            out._topology = self._topology
+            out._edges_are(self._topology)
             if self._key is not None and not self.requires_grad:
                 PROCESS.rules["attribute"](out)
             if self.requires_grad:
@@ -359,6 +370,9 @@ def changed(x: DistTensor) -> None:
     if not x.local.is_inference():
         torch.autograd.graph.increment_version(x.local)
     x._key = x._kept = x._topology = x._flipped = x._end = None
+    for ref in x._family or ():
+        if (edges := ref()) is not None:
+            edges._topology = edges._flipped = None
     carried = vars(x).get("carried")
     if carried is not None:  # to the rows of which it is a copy
         base, where = carried
@@ -372,6 +386,7 @@ def become(x: DistTensor, value: DistTensor) -> None:
     for name in DistTensor.__slots__:
         setattr(x, name, getattr(value, name))
     x._key = None
+    x._edges_are(value._topology, value._flipped)
     if not x.requires_grad:  # products of a constant are kept by its version
         torch.autograd.graph.increment_version(x)
 

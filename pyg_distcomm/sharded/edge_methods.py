@@ -77,7 +77,8 @@ class EdgeMethods:
         """Returns the same edges with another topology."""
         edges: Any = self
         out = type(edges)(edges.local, edges.rows, 1, edges._key)
-        out._topology, out._key_version = topology, edges._key_version
+        out._family, out._key_version = edges._family, edges._key_version
+        out._edges_are(topology)
         return out
 
     def oblivious(self) -> Any:

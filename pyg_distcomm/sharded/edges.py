@@ -76,7 +76,7 @@ class DistEdgeIndex(DistTensor, metaclass=_OfGraph):
         note_space(topology.source_rows)
         topology.edges.derived["ends"] = topology.nodes, topology.source_rows
         out = attribute(DistTensor(edge_index.contiguous(), topology.edges, 1))
-        out._topology = topology
+        out._edges_are(topology)
         return out
 
     @staticmethod

@@ -141,7 +141,7 @@ def along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return x
     out = DistTensor(local, x.rows, x.dim_)
     if x._topology is not None and local.device != x.device and local.dtype == x.dtype:
-        out._topology = x._topology.to(local.device)  # edges, sent to another device
+        out._edges_are(x._topology.to(local.device))  # sent to another device
     return out
 
 
@@ -186,9 +186,11 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if accumulates_plain():  # an optimizer would gather it for each moment
         return all_rows(x, "gradient")
     out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
-    out._kept, out._topology = x._kept, x._topology
-    out._copied = x._copied and func is not aten.clone.default
-    out._end = x._end
+    is_view = func is not aten.clone.default
+    out._kept, out._end = x._kept, x._end
+    out._copied = x._copied and is_view
+    out._family = x._family if is_view else None
+    out._edges_are(x._topology)
     return out
 
 

@@ -26,7 +26,7 @@ def _view(
 ) -> DistTensor:
     """Returns a view of `x`; one of the same rows holds the same ids, if `x` holds any."""
     out = DistTensor(local, x.rows if rows is None else rows, dim)
-    out._copied = x._copied
+    out._copied, out._family = x._copied, x._family
     same = rows is None and not x.dtype.is_floating_point
     return with_ids(x, out) if same else out
 
@@ -328,7 +328,7 @@ def flip(func: Any, args: Any, kwargs: Any) -> Any:
         return whole.apply(func, args, kwargs)
     out = DistTensor(func(x.local, dims), x.rows, x.dim_)
     if list(dims) in ([0], [-2]) and x.dim_ == 1:
-        out._flipped, out._topology = x._topology, x._flipped
+        out._edges_are(x._flipped, x._topology)
     return out
 
 
