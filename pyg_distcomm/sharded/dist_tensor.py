@@ -94,6 +94,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         "_kept",
         "_key",
         "_key_version",
+        "_root",
         "_topology",
         "dim_",
         "local",
@@ -112,6 +113,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
     _topology: Any  # what is planned for the edges that it is
     _flipped: Any  # what is planned for the edges of which it is the flip
     _family: Any  # references to the edges with a plan whose memory it shares
+    _root: Tensor  # own rows of the tensor that it is a view of
 
     @staticmethod
     def __new__(
@@ -124,7 +126,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         self = Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=local.dtype, device=local.device
         )
-        self.local, self.rows, self.dim_ = local, rows, dim
+        self.local, self.rows, self.dim_, self._root = local, rows, dim, local
         self._key, self._key_version = key, 0
         self._kept = self._topology = self._flipped = self._family = None
         self._copied, self._end = False, None
@@ -367,8 +369,9 @@ def changed(x: DistTensor) -> None:
 
     Counts the write to own rows, too, as autograd does not in here; caches ask for the number.
     """
-    if not x.local.is_inference():
-        torch.autograd.graph.increment_version(x.local)
+    for own in (x.local,) if x._root is x.local else (x.local, x._root):
+        if not own.is_inference():
+            torch.autograd.graph.increment_version(own)
     x._key = x._kept = x._topology = x._flipped = x._end = None
     for ref in x._family or ():
         if (edges := ref()) is not None:

@@ -185,11 +185,13 @@ def same(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     if accumulates_plain():  # an optimizer would gather it for each moment
         return all_rows(x, "gradient")
-    out = DistTensor(func(x.local, **kwargs), x.rows, x.dim_)
     is_view = func is not aten.clone.default
+    local = x.local if is_view else func(x.local, **kwargs)  # one count of writes
+    out = DistTensor(local, x.rows, x.dim_)
     out._kept, out._end = x._kept, x._end
     out._copied = x._copied and is_view
-    out._family = x._family if is_view else None
+    if is_view:
+        out._family, out._root = x._family, x._root
     out._edges_are(x._topology)
     return out
 

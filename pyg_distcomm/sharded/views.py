@@ -26,7 +26,7 @@ def _view(
 ) -> DistTensor:
     """Returns a view of `x`; one of the same rows holds the same ids, if `x` holds any."""
     out = DistTensor(local, x.rows if rows is None else rows, dim)
-    out._copied, out._family = x._copied, x._family
+    out._copied, out._family, out._root = x._copied, x._family, x._root
     same = rows is None and not x.dtype.is_floating_point
     return with_ids(x, out) if same else out
 
