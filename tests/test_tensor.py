@@ -528,7 +528,19 @@ def _squares(x):
     return x.square().sum()
 
 
+def _parts_after_writes(x):
+    """Parts of rows, of which torch has views, after each write to the rows."""
+    x, found = x.detach().clone(), []
+    parts = x[3], x[::2], x.diagonal(), x.unbind(0)[2], x[3][2:5], x[::3][:, 1].detach()
+    writes = x.add_, lambda n: x[:5].mul_(n), x.detach().sub_
+    for n, write in enumerate(writes, 2):
+        write(n)
+        found += [[part * 1 for part in parts], parts[1].sum(0)]
+    return found
+
+
 TRANSFORMED = {
+    "parts after writes": _parts_after_writes,
     "grad": lambda x: torch.func.grad(_squares)(x),
     "grad by another": lambda x: torch.func.grad(lambda w: (x @ w).sum())(ones(x, 7)),
     "vjp": lambda x: torch.func.vjp(_squares, x)[1](ones(x)),

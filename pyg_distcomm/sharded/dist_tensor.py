@@ -109,7 +109,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
     _key_version: int
     _end: int | None  # which row of a `[2, e]` it is
     _kept: Any  # what was made of it at a version; see `constants.kept_with`
-    _copied: bool  # whether it is a copy where torch has a view
+    _copied: Any  # of a copy where torch has a view, how it was taken: see `take_anew`
     _topology: Any  # what is planned for the edges that it is
     _flipped: Any  # what is planned for the edges of which it is the flip
     _family: Any  # references to the edges with a plan whose memory it shares
@@ -165,6 +165,10 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         if first is not None:
             PROCESS.op = func
             check_writes(func, args, kwargs or {})
+            for a in args:
+                for b in a if type(a) is list else (a,):
+                    if type(b) is DistTensor and b._copied:
+                        take_anew(b)
             if first.rows.mesh.size > 1:
                 for a in args:
                     if type(a) is not DistTensor and isinstance(a, Tensor):
@@ -172,8 +176,12 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
                         compare_weights(plain, first.rows.mesh, func)
                         break
         if first is not None and first._key is not None:
-            return rules["constant"](func, rule, args, kwargs or {}, first)
-        return rule(func, args, kwargs or {})
+            out = rules["constant"](func, rule, args, kwargs or {}, first)
+        else:
+            out = rule(func, args, kwargs or {})
+        if func.is_view and first is not None:
+            note_copies(out, func, args, kwargs or {})
+        return out
 
     @staticmethod
     def from_local(local: Tensor, rows: Rows, dim: int = 0) -> DistTensor:
@@ -314,6 +322,8 @@ class Placed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, to: Any, of: Any = None) -> Any:
         ctx.to = to
+        if type(x) is DistTensor:
+            take_anew(x)
         ctx.of = of or ((x.rows, x.dim_) if isinstance(x, DistTensor) else None)
         if to is None:
             return all_rows(x, "full_tensor")
@@ -362,6 +372,33 @@ def check_writes(func: Any, args: Any, kwargs: Any) -> None:
             "copies, so that the tensor would not see what is written; write by x[ids] = "
             "value, or clone the part first"
         )
+
+
+def note_copies(out: Any, func: Any, args: Any, kwargs: Any) -> None:
+    """Notes how copies were taken where torch has views; see `take_anew`."""
+    x, *how = args
+    parts = out if isinstance(out, (list, tuple)) else [out]
+    if x._copied is True or not any(getattr(p, "_copied", False) for p in parts):
+        return
+    # not x itself, whose history they would keep
+    base, steps, _ = x._copied or (DistTensor(x.local, x.rows, x.dim_), (), 0)
+    version = None if x.is_inference() else x._version
+    for i, part in enumerate(parts):
+        part._copied = base, (*steps, (func, how, kwargs, i)), version
+
+
+def take_anew(x: Any) -> None:
+    """Takes a copy anew if what torch has a view of was written to since; then collective."""
+    base, steps, version = x._copied if type(x._copied) is tuple else (x, (), None)
+    if version is None or x._version == version:
+        return
+    x._copied = base, steps, x._version
+    with torch.no_grad():
+        for func, how, kwargs, i in steps:
+            base = func(base, *how, **kwargs)
+            base = base[i] if isinstance(base, (list, tuple)) else base
+    for name in ("local", "rows") if type(x) is DistTensor else ("part", "_value"):
+        setattr(x, name, getattr(base, name))
 
 
 def changed(x: DistTensor) -> None:

@@ -38,7 +38,9 @@ from pyg_distcomm.sharded.dist_tensor import (
     DistTensor,
     ManyRanks,
     check_writes,
+    note_copies,
     shares_memory,
+    take_anew,
 )
 
 aten = torch.ops.aten
@@ -55,7 +57,7 @@ class PartialSum(ManyRanks, Tensor):
     mesh: Mesh
     _value: Tensor | None
     _before: Tensor | None  # what the sum is added to, in place
-    _copied: bool  # whether it is a copy where torch has a view
+    _copied: Any  # of a copy where torch has a view, how it was taken: see `take_anew`
 
     @staticmethod
     def __new__(cls, part: Tensor, mesh: Mesh) -> Any:
@@ -76,6 +78,7 @@ class PartialSum(ManyRanks, Tensor):
 
     def value(self) -> Tensor:
         """Returns the sum; collective at the first call."""
+        take_anew(self)
         if self._value is None:
             self._know(collectives.all_reduce(self.part, self.mesh.world))
         assert self._value is not None
@@ -125,7 +128,9 @@ class PartialSum(ManyRanks, Tensor):
                     return _later(b, a)
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs))
         if type(x) is PartialSum and x._copied and shares_memory(func):
-            return tree_map(lambda part: PartialSum.copy_of(part, x.mesh), out)
+            out = tree_map(lambda part: PartialSum.copy_of(part, x.mesh), out)
+            if func.is_view:
+                note_copies(out, func, args, kwargs)
         return out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
