@@ -516,8 +516,10 @@ def _links_of(link: Links, states: Any) -> list[tuple[LinkPolicy, dict[str, Any]
     Raises:
         ValueError: if the links differ from those that were saved.
     """
-    links, states = _named_links(link), states.get("relations", states)
-    if "epoch" in states:  # as earlier versions saved one link of all relations
+    links, named = _named_links(link), states.get("relations", {})
+    if "epoch" not in named:  # no state of a relation of that name
+        states = named or states
+    if isinstance(states.get("epoch"), int):  # one link, as earlier versions saved it
         states = {_ALL: states}
     saved, given = (
         _ALL if _ALL in names else f"links of {list(names)}"

@@ -442,7 +442,9 @@ def test_what_pyg_asks_of_a_feature_store(size, c):
     wanted = data.x[ids], data.y[ids], data.edge_weight[ids], data.y[ids.flip(0)]
     assert all(map(torch.equal, found, wanted))
     assert len(found) == len(wanted)
-    assert ledger.total("calls", "fetch_rows") == (2 if road.row.size > 1 else 0)
+    twice = store.multi_get_tensor([attrs[1], attrs[3]])
+    assert all(map(torch.equal, twice, wanted[1::2]))
+    assert ledger.total("calls", "fetch_rows") == (4 if road.row.size > 1 else 0)
     # views, sizes, names
     assert isinstance(store[None, "x"], AttrView)
     assert torch.equal(store[None, "x"][ids], data.x[ids])

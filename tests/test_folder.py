@@ -431,6 +431,9 @@ def test_what_a_living_writer_has_beside_stays(written, state, other):
     far = out.with_name(f".out.{state}-{host}.far-1-01234567")
     out.rename(left)
     shutil.copytree(left, far)
+    # of another place, "out.more"
+    kin = out.with_name(f".out.more.{state}-{host}-999999-01234567")
+    shutil.copytree(left, kin)
     with pytest.raises(ValueError, match=r"META.json: missing$"):
         folder_meta(out)
     write_folder(out, data, partition)
@@ -445,7 +448,7 @@ def test_what_a_living_writer_has_beside_stays(written, state, other):
             write_folder(out, data, partition)
         assert is_folder(out)
     write_folder(out, data, partition, force=True)
-    assert os.listdir(out.parent) == ["out"]
+    assert sorted(os.listdir(out.parent)) == [kin.name, "out"]
 
 
 @pytest.mark.parametrize("fails", ["first", "disk", "rename"])

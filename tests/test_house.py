@@ -288,9 +288,9 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 55_015,
+    "lines": 53_852,
     "modules": 139,
-    "lines of tests and their helpers": 37_497,
+    "lines of tests and their helpers": 36_908,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 13,
     "classes that intercept ops or functions of torch": 4,

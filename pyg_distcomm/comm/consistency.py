@@ -155,16 +155,25 @@ def digest(x: Tensor) -> int:
     """Returns a hash of dtype, shape and values of a tensor, in [0, 2^62)."""
     x = x.detach()
     if x.layout != torch.strided:
-        if str(x.layout).startswith("torch.sparse"):
-            coo = x.to_sparse_coo().coalesce()
-            marks = digest(coo.indices()), digest(coo.values())
-            return digest(torch.tensor([*marks, *x.shape]))
-        x = x.to_dense()
+        parts = [digest(part) for part in _components(x)]
+        return digest(torch.tensor([*parts, *x.shape]))
     known = hashlib.blake2b(f"{x.dtype} {tuple(x.shape)}".encode(), digest_size=8)
     if x.numel():
         raw = as_bytes(x.cpu())
         known.update(raw.numpy().data)
     return int.from_bytes(known.digest(), "little") >> 2
+
+
+def _components(x: Tensor) -> list[Tensor]:
+    """Returns the index and value tensors of a sparse tensor."""
+    if x.layout == torch.sparse_coo:
+        x = x.coalesce()
+        return [x.indices(), x.values()]
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    return [x.to_dense()]
 
 
 def sampled_digest(x: Tensor) -> int:

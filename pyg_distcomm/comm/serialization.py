@@ -70,18 +70,19 @@ def allowing(known: Iterable[Any]) -> Iterator[None]:
     An entry is a class, or a pair (what stands for a name, the name), which comes before
     what others have allowed by that name.
     """
+    ours = {_name_of(one): one for one in known}
     before = torch.serialization.get_safe_globals()
-    known = {
-        **{_name_of(one): one for one in before},
-        **{_name_of(c): c for c in known},
-    }
+    replaced = [c for c in before if ours.get(_name_of(c), c) != c]
+    if replaced:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals([c for c in before if c not in replaced])
+    # leaving the context forgets its classes, so it must not name those of others
+    new = [c for c in ours.values() if c not in before]
     try:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals([*known.values()])
-        yield
+        with torch.serialization.safe_globals(new):
+            yield
     finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
+        torch.serialization.add_safe_globals(replaced)
 
 
 def _name_of(known: Any) -> str:

@@ -153,8 +153,9 @@ def with_matrices(batch: Any) -> Any:
             if not name.endswith(_BESIDE):
                 del store.edge_index
             layout = name.removeprefix(_NAME).removesuffix(_BESIDE)
-            kind = getattr(torch, layout.removeprefix("torch."))
-            store.adj_t = store.adj_t.to_sparse(layout=kind)
+            if layout in ("torch.sparse_coo", "torch.sparse_csc"):
+                kind = getattr(torch, layout.removeprefix("torch."))
+                store.adj_t = store.adj_t.to_sparse(layout=kind)
     return batch
 
 

@@ -600,6 +600,7 @@ class DistFeatureStore(FeatureStore):
             for group, row_group in self._row_groups.items()
             for name in (row_group.columns if attrs is None else attrs.get(group, ()))
         ]
+        columns = list(dict.fromkeys(columns))  # each once, if asked for twice
         columns.sort(key=lambda column: -column.values.element_size())
         return Fetch(self.channel, list(self._row_groups.values()), columns)
 

@@ -32,7 +32,7 @@ import torch
 
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished folder is removed
 # "ready" was a state of earlier versions: a new folder before it was exchanged
-_NAME = re.compile(r"\..*\.(?:writing|ready|old)-(.+)-(\d+)-[0-9a-f]{8}")
+_BEHIND = re.compile(r"\.(writing|ready|old)-(.+)-(\d+)-[0-9a-f]{8}")
 _AT_CWD, _EXCHANGE = -100, 2  # arguments of renameat2
 
 
@@ -56,8 +56,8 @@ def new_folder(
     left = None if os.path.lexists(place) else newest(place, ended=True)
     if left is not None and is_whole(left):
         os.rename(left, place)
-    for left in leftovers(place):
-        if writer_has_ended(left) and is_ours(left):
+    for left, name in leftovers(place).items():
+        if _writer_has_ended(left, name) and is_ours(left):
             _remove(left)
     check()
     writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -76,10 +76,14 @@ def new_folder(
         raise
 
 
-def leftovers(place: Path) -> list[Path]:
-    """Lists the writers' folders beside a place."""
-    beside_it = place.parent.glob(f".{glob.escape(place.name)}.*-*")
-    return [path for path in beside_it if _NAME.fullmatch(path.name)]
+def leftovers(place: Path) -> dict[Path, re.Match[str]]:
+    """Returns the writers' folders beside a place, each with what follows the place's name."""
+    begin, found = f".{place.name}", {}
+    for path in place.parent.glob(f"{glob.escape(begin)}.*-*"):
+        name = _BEHIND.fullmatch(path.name.removeprefix(begin))
+        if name is not None:
+            found[path] = name
+    return found
 
 
 def newest(place: Path, ended: bool = False) -> Path | None:
@@ -88,18 +92,16 @@ def newest(place: Path, ended: bool = False) -> Path | None:
     With `ended`, only those of ended writers count: a running one may be about to rename it.
     """
     left = [
-        (".ready-" in path.name, _written_at(path), path)
-        for path in leftovers(place)
-        if ".writing-" not in path.name and (not ended or writer_has_ended(path))
+        (name[1] == "ready", _written_at(path), path)
+        for path, name in leftovers(place).items()
+        if name[1] != "writing" and (not ended or _writer_has_ended(path, name))
     ]
     return max(left)[2] if left else None
 
 
-def writer_has_ended(left: Path) -> bool:
+def _writer_has_ended(left: Path, name: re.Match[str]) -> bool:
     """Returns whether the writer of a folder has ended; after a day on another host, yes."""
-    parts = _NAME.fullmatch(left.name)
-    assert parts is not None
-    host, process = parts[1], int(parts[2])
+    host, process = name[2], int(name[3])
     if host != socket.gethostname():
         return left.exists() and time.time() - _written_at(left) > _FORGOTTEN
     if process == os.getpid():
@@ -122,7 +124,9 @@ def _exchange(aside: Path, place: Path) -> Path:
             return aside
     except (OSError, AttributeError):
         pass
-    old = aside.with_name(aside.name.replace(".writing-", ".old-"))
+    begin = f".{place.name}"
+    written = aside.name.removeprefix(f"{begin}.writing-")
+    old = aside.with_name(f"{begin}.old-{written}")
     os.rename(place, old)
     try:
         os.rename(aside, place)
