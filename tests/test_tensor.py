@@ -539,7 +539,17 @@ def _parts_after_writes(x):
     return found
 
 
+def _by_a_plain_matrix(x):
+    """The gradient of maxima, in torch's kernel, by a matrix that all ranks hold."""
+    x = x.detach().requires_grad_()
+    adj = (
+        (torch.arange(500, device=x.device).view(10, 50) % 7 < 2).to(x).to_sparse_csr()
+    )
+    return torch.autograd.grad(torch.sparse.mm(adj, x, "amax").square().sum(), x)
+
+
 TRANSFORMED = {
+    "by a plain matrix": _by_a_plain_matrix,
     "parts after writes": _parts_after_writes,
     "grad": lambda x: torch.func.grad(_squares)(x),
     "grad by another": lambda x: torch.func.grad(lambda w: (x @ w).sum())(ones(x, 7)),

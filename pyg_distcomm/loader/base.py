@@ -93,14 +93,14 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         """Checks the options; returns the graph, with an edge_index in place of an adj_t."""
         with on_all_ranks(ranks_of(data := with_edges(data))):
             name = type(self).__qualname__
-            self.options = options = LoaderOptions.checked(name, options, dataloader)
+            with reporting(watch_of(latest_mesh())):  # others raise at their next wait
+                options = LoaderOptions.checked(name, options, dataloader)
+                self.options, self.placement = options, Placement.of(options)
             if self._draws_itself and options.draws != NEIGHBOR:
                 raise ValueError(
                     f"got draws={options.draws!r}, but {name} draws in a way of its own; "
                     "leave it out"
                 )
-            with reporting(watch_of(latest_mesh())):  # others raise at their next wait
-                self.placement = Placement.of(options)
             self.is_partitioned = options.are_for_share(data)
             if self.is_partitioned:
                 check_sampled_together(sampler, dataloader)

@@ -45,7 +45,10 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if id(value) not in seen:
             rows: Any = value
             sharded = isinstance(value, DistTensor)
-            seen[id(value)] = _rows_of(rows, name) if sharded else rows.full_tensor()
+            found = _rows_of(rows, name) if sharded else rows.full_tensor()
+            if sharded and rows.requires_grad:  # for which some ops return more
+                found.requires_grad_()
+            seen[id(value)] = found
         return seen[id(value)]
 
     if func is torch.ops.aten.view.default:  # of rows whose strides are those of all
