@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import Chain, ColumnMask, Plain, Quantise
 from pyg_distcomm.halo.policy import LinkPolicy
+from pyg_distcomm.halo.schedule import Linear
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 LAYERS = DistSAGEConv, DistGCNConv
@@ -63,6 +64,23 @@ ODD = ["tiny", "isolated", "edgeless", "star"]
 def test_bytes_where_ranks_have_little(graph, cutter):
     worlds.run(priced, 4, "varco late", (4, 1, 1), True, cutter, graph)
     worlds.run(priced, 4, "late by 2 and 1", (1, 4, 1), False, cutter, graph)
+
+
+def looked_back():
+    link = LinkPolicy(ColumnMask(8.0), Linear(8, 8.0, 1.0), warmup=4, exact_last=False)
+    _, share, net = build((2, 1, 1), link, layer=DistSAGEConv)
+    prices = []
+    for _ in range(5):
+        net(share.x, share.edge_index).square().sum().backward()
+        prices.append(link.price())
+        link.step()
+    for t, price in enumerate(prices):
+        past = link.price(t)
+        assert (past.forward, past.backward) == (price.forward, price.backward), t
+
+
+def test_the_price_of_an_epoch_that_has_passed_is_what_it_was():
+    worlds.run(looked_back, 2)
 
 
 def trained(link, grid, learnt):

@@ -220,12 +220,16 @@ def _differing_seeds(data):
     torch.manual_seed(data.x.rows.mesh.rank if spread else 0)
     conv, scale = pyg.GCNConv(7, 4), torch.rand(()).requires_grad_()
     two = [weight_norm(torch.nn.Linear(4, 4)) for _ in range(2)]
+    base, *factors = (torch.nn.Parameter(torch.rand(4, 4)) for _ in range(3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = conv(data.x, data.edge_index) * scale.exp()
-        two[1](two[0](out)).square().sum().backward()
+        out = two[1](two[0](out))
+        for factor in factors:
+            out = out @ (base * factor.exp().sum(0).expand(4, 4))
+        out.square().mean().backward()
     parameters = [p for module in (conv, *two) for p in module.parameters()]
-    return [scale.grad, *(p.grad for p in parameters)]
+    return [scale.grad, *(p.grad for p in (*parameters, base, *factors))]
 
 
 def _forward_mode(data):

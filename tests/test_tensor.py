@@ -535,6 +535,7 @@ def _parts_after_writes(x):
     writes = x.add_, lambda n: x[:5].mul_(n), x.detach().sub_
     for n, write in enumerate(writes, 2):
         write(n)
+        x[:, 1].contiguous().zero_()  # a copy
         found += [[part * 1 for part in parts], parts[1].sum(0)]
     return found
 

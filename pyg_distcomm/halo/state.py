@@ -228,7 +228,7 @@ class Forecast:
         read = epoch  # the epoch of the rows that the gradient answers
         if buffer.messages and link.timing.skips(False):
             read = buffer.messages[-1].epoch
-        elif buffer.since is not None:
+        elif buffer.since is not None and not link.is_synchronous(epoch):
             late = link.timing.staleness(False)
             read = link.oldest(epoch, late, buffer.since)
         rows = self._codec(exchange, read, False)

@@ -235,33 +235,31 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
     Where these differ, rank 0's are taken of them, and of all that its gradient needs.
     """
     made: Any = x.grad_fn
-    known, kind = made, (PROCESS.op, made.name(), x.shape, x.dtype)
-    while known is not None and not hasattr(known, "variable"):
-        known = next((node for node, _ in known.next_functions if node), None)
-    first: Any = getattr(known, "variable", None)
-    seen = type(first) not in _PLAIN or _facts_of(first, mesh).compared
-    if not _compares(mesh) or (seen and not _is_new(mesh, kind)):
+    if not _compares(mesh):
         return
-    mesh.sharded.setdefault("compared", Latest(_KINDS))[kind] = True
-    todo, met, differ = [made], dict[Any, None](), False
+    todo, nodes = [made], dict[Any, Any]()
     while todo:
         node = todo.pop()
-        if node is None or node in met or len(getattr(node, "of", None) or ()) == 3:
+        if node is None or node in nodes or len(getattr(node, "of", None) or ()) == 3:
             continue  # what `Placed` takes from a rank's own rows
-        met[node] = None
-        leaf: Any = getattr(node, "variable", None)
-        if type(leaf) in _PLAIN and _compare_leaf(leaf, mesh):
-            differ = True
+        nodes[node] = getattr(node, "variable", None)
         todo += [next_node for next_node, _ in node.next_functions]
-    names = [(node, name) for node in met if differ for name in dir(node)]
-    saved = [
-        getattr(node, name)
-        for node, name in names
-        if name.startswith(("_saved_", "saved_tensors"))
-    ]
-    for value in (*tree_leaves(saved), x):
-        if type(value) in _PLAIN:
-            comparer_of(mesh).sync_from_rank0(value)
+    leaves = [leaf for leaf in nodes.values() if type(leaf) in _PLAIN]
+    weights = [leaf for leaf in leaves if type(leaf) is torch.nn.Parameter]
+    kind = PROCESS.op, made.name(), x.shape, x.dtype
+    if all(_facts_of(w, mesh).compared for w in weights) and not _is_new(mesh, kind):
+        return
+    mesh.sharded.setdefault("compared", Latest(_KINDS))[kind] = True
+    values, differ = [x], any([_compare_leaf(leaf, mesh) for leaf in leaves])
+    for node in nodes if differ else ():
+        for name in dir(node):
+            if name.startswith(("_saved_", "saved_tensors")):
+                with contextlib.suppress(RuntimeError):  # freed, or computed again
+                    values += tree_leaves(getattr(node, name))
+    for value in values:
+        if type(value) in _PLAIN:  # each number once, where it is expanded
+            once = tuple([slice(None if step else 1) for step in value.stride()])
+            comparer_of(mesh).sync_from_rank0(value.data[once])
 
 
 def _note_wrapper(wrapper: Any, mesh: Mesh) -> None:

@@ -117,12 +117,18 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, rows: Rows, dim: int = 0, key: int | None = None
+        cls,
+        local: Tensor,
+        rows: Rows,
+        dim: int = 0,
+        key: int | None = None,
+        stride: tuple[int, ...] | None = None,
     ) -> Any:
         """Wraps rows, without autograd; see `from_local`."""
         shape = list(local.shape)
         shape[dim] = rows.count
-        stride = local.stride() if dim == 0 and local.dim() > 1 else None
+        if dim == 0 and local.dim() > 1:
+            stride = local.stride()
         self = Tensor._make_wrapper_subclass(
             cls, shape, strides=stride, dtype=local.dtype, device=local.device
         )

@@ -22,10 +22,10 @@ _KEPT = 8  # tensors of which given rows are a slice
 
 
 def _view(
-    x: DistTensor, local: Tensor, dim: int, rows: Rows | None = None
+    x: DistTensor, local: Tensor, dim: int, rows: Rows | None = None, stride: Any = None
 ) -> DistTensor:
     """Returns a view of `x`; one of the same rows holds the same ids, if `x` holds any."""
-    out = DistTensor(local, x.rows if rows is None else rows, dim)
+    out = DistTensor(local, x.rows if rows is None else rows, dim, stride=stride)
     out._copied, out._family, out._root = x._copied, x._family, x._root
     same = rows is None and not x.dtype.is_floating_point
     return with_ids(x, out) if same else out
@@ -123,7 +123,9 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     d %= x.dim()
     if d == x.dim_:
         return PartialSum.copy_of(_one_row(x, d, i), x.rows.mesh)
-    out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_))
+    column = x.dim_ == 0 and x.dim() == 2  # which `contiguous()` copies
+    stride = (x.stride(0),) if column else None
+    out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_), stride=stride)
     if not x.dtype.is_floating_point and x.dim() == 2:
         out._end = i % x.size(d)
         with_ids(x, out, i)
