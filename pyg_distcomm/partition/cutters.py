@@ -686,13 +686,13 @@ def grid_cut(
         return figures.busiest, sum(figures.block_halo or figures.halo_rows)
 
     block = candidates[0] if len(candidates) == 1 else min(candidates, key=cost)
-    # nodes of a block are dealt to its fiber by falling in-degree, to and fro
     degree = np.bincount(ends[1], minlength=train.size)
-    order = np.lexsort((-degree, block))
-    turn = np.arange(order.size) - np.searchsorted(block[order], block[order])
-    turn %= 2 * p
-    fiber = np.empty_like(block)
-    fiber[order] = np.minimum(turn, 2 * p - 1 - turn)
+    fiber = np.zeros(train.size, np.int64)
+    if p > 1:
+        for each in range(r * s):
+            gid = np.flatnonzero(block == each)
+            falling = gid[np.argsort(-degree[gid], kind="stable")]
+            jit_loops().deal(falling, degree, np.zeros(p, np.int64), fiber)
     return Partition.from_owner(fill_empty(block * p + fiber, r * s * p), r * s * p)
 
 

@@ -12,6 +12,8 @@ of node u is read by the `size[u]` parts from `part[start[u]]` on, each for `cou
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 
 from pyg_distcomm.kernels.compile import entry, jit
@@ -208,6 +210,30 @@ def improve(order: Array, csr: Csr, loads: Loads, owner: Array, loss: int) -> in
             owner[v] = best
             transfer(loads, v, own_part, best)
     return moves
+
+
+@entry
+def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
+    """Assigns each node to the lightest group that has room; ties go to the first.
+
+    order [c] should be by descending weight; load [groups] is updated; group [n] is written.
+    The sizes of groups differ by one at most.
+    """
+    each, more = order.size // load.size, order.size % load.size
+    size = np.zeros(load.size, np.int64)
+    heap = [(load[g], g) for g in range(load.size)]
+    heapq.heapify(heap)
+    for v in order:
+        while True:
+            _, g = heapq.heappop(heap)
+            if size[g] < each or more > 0:
+                break
+        more -= size[g] == each
+        size[g] += 1
+        group[v] = g
+        load[g] += weight[v]
+        if size[g] <= each:
+            heapq.heappush(heap, (load[g], g))
 
 
 @entry
