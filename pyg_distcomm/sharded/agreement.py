@@ -234,13 +234,16 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
 
     Where these differ, rank 0's are taken of them, and of all that its gradient needs.
     """
-    made: Any = x.grad_fn
     if not _compares(mesh):
         return
+    made: Any = x.grad_fn
     todo, nodes = [made], dict[Any, Any]()
     while todo:
         node = todo.pop()
-        if node is None or node in nodes or len(getattr(node, "of", None) or ()) == 3:
+        if node is None or id(mesh) in node.metadata:
+            continue
+        node.metadata[id(mesh)] = True  # what is behind it is looked at once
+        if len(getattr(node, "of", None) or ()) == 3:
             continue  # what `Placed` takes from a rank's own rows
         nodes[node] = getattr(node, "variable", None)
         todo += [next_node for next_node, _ in node.next_functions]
