@@ -493,6 +493,8 @@ def test_losses_are_global_means(size, cutter):
 
 
 AS_TORCH = {
+    "by a plain matrix": lambda x: _by_a_plain_matrix(x),
+    "parts after writes": lambda x: _parts_after_writes(x),
     "flatten": lambda x: x.flatten(),
     "view": lambda x: x.view(-1),
     "stack": lambda x: torch.stack([x, x]).cumsum(1),
@@ -550,8 +552,6 @@ def _by_a_plain_matrix(x):
 
 
 TRANSFORMED = {
-    "by a plain matrix": _by_a_plain_matrix,
-    "parts after writes": _parts_after_writes,
     "grad": lambda x: torch.func.grad(_squares)(x),
     "grad by another": lambda x: torch.func.grad(lambda w: (x @ w).sum())(ones(x, 7)),
     "vjp": lambda x: torch.func.vjp(_squares, x)[1](ones(x)),

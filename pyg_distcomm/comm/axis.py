@@ -250,12 +250,12 @@ def drain_at_exit() -> None:
         time.sleep(_EXIT_SLEEP)
     seen: list[dict[str, str]] = [{}]
 
-    def sleep() -> bool:
+    def are_asleep() -> bool:
         seen.append(_gloo_threads())
         same = seen[-1] == seen[-2]
         return same and not any("R (" in state for state in seen[-1].values())
 
-    _poll(sleep)
+    _poll(are_asleep)
 
 
 def _poll(has_ended: Callable[[], bool]) -> None:

@@ -169,12 +169,12 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
         if type(first) is not DistTensor:
             first = first_sharded(args)
         if first is not None:
-            PROCESS.op = func
-            check_writes(func, args, kwargs or {})
             for a in args:
                 for b in a if type(a) is list else (a,):
                     if type(b) is DistTensor and b._copied:
                         take_anew(b)
+            PROCESS.op = func
+            check_writes(func, args, kwargs or {})
             if first.rows.mesh.size > 1:
                 for a in args:
                     if type(a) is not DistTensor and isinstance(a, Tensor):
@@ -412,7 +412,7 @@ def changed(x: DistTensor) -> None:
 
     Counts the write to own rows, too, as autograd does not in here; caches ask for the number.
     """
-    for own in (x.local,) if x._root is x.local else (x.local, x._root):
+    for own in {x.local, x._root}:  # by identity
         if not own.is_inference():
             torch.autograd.graph.increment_version(own)
     x._key = x._kept = x._topology = x._flipped = x._end = None

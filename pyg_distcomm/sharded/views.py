@@ -123,8 +123,8 @@ def select(func: Any, args: Any, kwargs: Any) -> Any:
     d %= x.dim()
     if d == x.dim_:
         return PartialSum.copy_of(_one_row(x, d, i), x.rows.mesh)
-    column = x.dim_ == 0 and x.dim() == 2  # which `contiguous()` copies
-    stride = (x.stride(0),) if column else None
+    # of a column, which `contiguous()` copies
+    stride = (x.stride(0),) if x.dim_ == 0 and x.dim() == 2 else None
     out = _view(x, func(x.local, d, i), x.dim_ - (d < x.dim_), stride=stride)
     if not x.dtype.is_floating_point and x.dim() == 2:
         out._end = i % x.size(d)
