@@ -106,7 +106,8 @@ class ProductCache:
         """
         x, weight = inputs
         with torch._C.DisableTorchFunctionSubclass():
-            if not (_constant(x) and _constant(weight)) or _hooked():
+            fixed = _constant(x) and _constant(weight)
+            if not fixed or has_saved_tensors_hooks():
                 return None
             kinds = self._products.setdefault(x, {})
             key, now = _key(kind, weight), (_version(x), _version(weight))
@@ -245,9 +246,10 @@ def _constant(t: Any) -> bool:
     return t is None or not (t.requires_grad or t.is_inference())
 
 
-def _hooked() -> bool:
-    try:  # torch has no query for it, but refuses to disable hooks that are in use
-        with torch.autograd.graph.disable_saved_tensors_hooks("products are looked up"):
+def has_saved_tensors_hooks() -> bool:
+    """Returns whether hooks for saved tensors are active, as in torch's checkpointing."""
+    try:  # which torch refuses where there are any
+        with torch.autograd.graph.disable_saved_tensors_hooks("only asked"):
             return False
     except RuntimeError:
         return True

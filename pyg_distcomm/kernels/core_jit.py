@@ -572,9 +572,6 @@ def reach(
                     tail += 1
 
 
-SOON = 16  # edges whose rows are prefetched ahead of the one in use
-
-
 @reordering
 def fetch_ahead(x: Array, col: Array, e: int, last: np.int64, wide: int) -> None:
     """Prefetches the row that is read SOON edges after `e`."""

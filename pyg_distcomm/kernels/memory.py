@@ -254,15 +254,6 @@ def _advise(address: int, size: int, advice: int | None = None) -> None:
         ADVISES.madvise(*arguments, mmap.MADV_HUGEPAGE if advice is None else advice)
 
 
-def has_saved_tensors_hooks() -> bool:
-    """Returns whether hooks for saved tensors are active, as in torch's checkpointing."""
-    try:  # which torch refuses where there are any
-        with torch.autograd.graph.disable_saved_tensors_hooks("only asked"):
-            return False
-    except RuntimeError:
-        return True
-
-
 class MemoryCap:
     """Caps the memory that layers on a rank's share of a graph take.
 

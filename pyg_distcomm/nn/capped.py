@@ -27,9 +27,9 @@ from torch_geometric.nn import MessagePassing
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Rows
-from pyg_distcomm.graph.topology import Ghosted, Topology
+from pyg_distcomm.graph.topology import Ghosted, Topology, has_saved_tensors_hooks
 from pyg_distcomm.halo.halo import StagedHalo
-from pyg_distcomm.kernels.memory import MemoryCap, give_back, has_saved_tensors_hooks
+from pyg_distcomm.kernels.memory import MemoryCap, give_back
 from pyg_distcomm.nn.layer_context import has_hooks
 from pyg_distcomm.nn.message_forms import has_known_steps, layers_of, with_attributes
 from pyg_distcomm.sharded.dist_tensor import DistTensor

@@ -46,7 +46,7 @@ from torch_geometric.data.data import BaseData
 
 from pyg_distcomm.comm.store import RankError
 from pyg_distcomm.graph.local_adjacency import LocalAdjacency, is_sampled, known
-from pyg_distcomm.kernels.memory import has_saved_tensors_hooks
+from pyg_distcomm.graph.topology import has_saved_tensors_hooks
 from pyg_distcomm.nn.leading_rows import (
     Deferred,
     LeadingRows,

@@ -75,15 +75,15 @@ def expand(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def view(func: Any, args: Any, kwargs: Any) -> Any:
-    """Changes the shape; rows stay, or are merged with the dimensions that follow them."""
+    """Changes the shape; rows stay, or are merged with dimensions before or behind them."""
     x, size = args[0], list(args[1])
     if -1 in size:
         i = size.index(-1)
         rest = -math.prod(size)
         size[i] = x.numel() // rest if rest else 0
-    before, done = math.prod(x.shape[: x.dim_]), 1
+    done = 1
     for d, s in enumerate(size):
-        rows = _rows_of_view(x, size, d) if done == before else None
+        rows = _rows_of_view(x, size, d, done)
         if rows is not None:
             local = x.local.reshape([*size[:d], len(rows), *size[d + 1 :]])
             return _view(x, local, d, None if rows is x.rows else rows)
@@ -91,17 +91,27 @@ def view(func: Any, args: Any, kwargs: Any) -> Any:
     return whole.apply(func, args, kwargs)
 
 
-def _rows_of_view(x: DistTensor, size: list[int], d: int) -> Rows | None:
-    """Returns the rows of a view that has them in one dimension; None if it mixes them."""
-    n, s = x.size(x.dim_), size[d]
-    if s == n and (n != 1 or x.numel() or d == x.dim_):
-        return x.rows
-    tail = math.prod(x.shape[x.dim_ + 1 :])
-    if n and s > n and s % n == 0 and tail and tail % (s // n) == 0:
-        return repeated(x.rows, s // n)
-    of, times = x.rows.derived.get("repeats", (None, 1))
-    if of is not None and s == of.count and math.prod(size[d + 1 :]) % times == 0:
-        return of  # type: ignore[no-any-return]
+def _rows_of_view(x: DistTensor, size: list[int], d: int, done: int) -> Rows | None:
+    """Returns the rows of a view that has them in one dimension; None if it mixes them.
+
+    `done` is the product of the sizes before it.
+    """
+    n, s, before = x.size(x.dim_), size[d], math.prod(x.shape[: x.dim_])
+    if done == before:
+        if s == n and (n != 1 or x.numel() or d == x.dim_):
+            return x.rows
+        tail = math.prod(x.shape[x.dim_ + 1 :])
+        if n and s > n and s % n == 0 and tail and tail % (s // n) == 0:
+            return repeated(x.rows, s // n)
+        of, times = x.rows.derived.get("repeats", (None, 1))
+        if of is not None and s == of.count and math.prod(size[d + 1 :]) % times == 0:
+            return of  # type: ignore[no-any-return]
+    elif n > 1 and 0 < done < before and s * done == before * n:
+        return joined([x.rows] * (before // done))  # as those of relations, stacked
+    elif 0 < before < done:
+        parts = x.rows.derived.get("parts", ())
+        if len(parts) * before == done and s == parts[0].count and len({*parts}) == 1:
+            return parts[0]  # type: ignore[no-any-return]
     return None
 
 
