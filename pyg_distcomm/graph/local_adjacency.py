@@ -329,13 +329,6 @@ class LocalAdjacency:
         self.stream: int | None = None  # of CUDA, on which all of this was made
         self._grouped: dict[tuple[int, int], GroupedEdges | None] = {}
 
-    @staticmethod
-    def of(edges: GroupedEdges) -> LocalAdjacency:
-        """Returns a LocalAdjacency with a known CSR form."""
-        found = LocalAdjacency(None)
-        found._grouped[edges.pattern.num_cols, edges.num_targets] = edges
-        return found
-
     def grouped(
         self, edge_index: Tensor, num_sources: int, num_targets: int
     ) -> GroupedEdges | None:
@@ -553,10 +546,3 @@ def _signature(edge_index: Any) -> Any:
         return None
     place = edge_index.data_ptr(), edge_index.size(1), edge_index.stride()
     return edge_index._version, place
-
-
-def first_edges(edge_index: Tensor, edges: Sequence[Any] | Tensor, count: int) -> Any:
-    """Returns the first `count` rows of values per edge; other values unchanged."""
-    if isinstance(edges, Tensor) and edges.dim() and len(edges) == edge_index.size(1):
-        return edges[:count]
-    return edges

@@ -63,12 +63,12 @@ from pyg_distcomm.nn.local_products import (
 )
 from pyg_distcomm.nn.message_forms import (
     AGGREGATIONS,
-    MESSAGES,
     adds_rows,
     check_aggregations,
     computes_by_row,
     is_coded,
     layers_of,
+    propagated,
     with_attributes,
 )
 from pyg_distcomm.sharded.agreement import compare_weights
@@ -108,12 +108,9 @@ class BySum:
     def product(self, edge_index: Any, given: dict[str, Any]) -> Any:
         """Returns what computes a product; None if it is none of these edges; collective."""
         layer = self.layer
-        name = MESSAGES[type(layer).message]
-        given = {key: value for key, value in given.items() if value is not None}
-        weight = None if name is None else given.get(name)
-        x = given.get("x")
+        x, weight, known = propagated(layer, given)
         x = x[0] if isinstance(x, (tuple, list)) and len(x) else x
-        topology = None if set(given) - {"x", name} else planned(edge_index)
+        topology = planned(edge_index) if known else None
         if topology is None or layer.flow != "source_to_target":
             return None
         if not _fits(x, weight, topology) or topology.nodes.memory is not None:
@@ -147,11 +144,11 @@ class BySum:
         number = None if weight is None else key_of(weight)
         inputs = x, weight if number is None else None
         kind, again = ("sum", mean, x.dtype, number), "kept" in vars(x)
-        known: Any = topology.constants.product(kind, inputs, multiply, cache_now=again)
-        if known is None:
+        kept: Any = topology.constants.product(kind, inputs, multiply, cache_now=again)
+        if kept is None:
             return multiply
-        vars(known)["kept"] = True
-        return lambda: known
+        vars(kept)["kept"] = True
+        return lambda: kept
 
 
 def _is_constant(weight: DistTensor | None) -> bool:

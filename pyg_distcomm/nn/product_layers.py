@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch_geometric.nn
+import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -34,7 +34,6 @@ from pyg_distcomm.nn.layer_context import (
     sharded_inputs,
     topology_of,
 )
-from pyg_distcomm.nn.local_products import run_gcn, run_sage
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, with_attributes
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.sharded.agreement import compare_weights
@@ -173,7 +172,7 @@ def _saving(topology: Topology) -> contextlib.AbstractContextManager[None]:
 
 
 def _edges_of_product(
-    conv: Any, base: type, edge_index: Any, given: Any, *linears: Any, biased: Any = ()
+    conv: Any, base: type, edge_index: Any, given: Any
 ) -> Topology | None:
     """Returns the edges of a layer that is a product with their matrix; None if it is none.
 
@@ -186,9 +185,7 @@ def _edges_of_product(
     fits = all(are_rows_of(x, topology) and x.is_floating_point() for x in rows)
     fits = fits and conv.flow == "source_to_target"
     fits = fits and not (getattr(conv, "add_self_loops", False) and edge_index.looped)
-    return (
-        topology if fits and is_product(conv, base, *linears, biased=biased) else None
-    )
+    return topology if fits and is_product(conv, base) else None
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
@@ -200,7 +197,7 @@ def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool,
     return known and weight.dim() == 1, weight
 
 
-class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
+class DistGCNConv(WithLink, pyg.GCNConv):
     r"""Applies the graph convolution of [Kipf17] on a graph that is spread over ranks.
 
         X' = D^-1/2 (A + I) D^-1/2 X W + b
@@ -229,21 +226,17 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         self, x: Any, edge_index: Any = None, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        if is_spread(x, edge_index):
-            # what a cached layer of PyG keeps of its first call
-            first = vars(self).get("first_edges", (edge_index, edge_weight))
-            edge_index, edge_weight = first
-            product = self._planned(x, edge_index, edge_weight)
-            if product is None:
-                given = x, edge_index, edge_weight
-                return run_on_share(self, self.link, super().forward, *given)  # type: ignore[no-any-return]
-            matrix, rows = product.matrix, product.rows
-            with _saving(product.topology):
-                return product.finish(rows if matrix is None else matrix @ rows)
-        check_arguments(self, (x, edge_index, edge_weight), {})
-        if torch.compiler.is_compiling():
-            return super().forward(x, edge_index, edge_weight)
-        return run_gcn(self, super().forward, x, edge_index, edge_weight)
+        run = super().forward
+        if not is_spread(x, edge_index):
+            return run_any(self, self.link, run, x, edge_index, edge_weight)  # type: ignore[no-any-return]
+        # what a cached layer of PyG keeps of its first call
+        first = vars(self).get("first_edges", (edge_index, edge_weight))
+        product = self._planned(x, *first)
+        if product is None:
+            return run_on_share(self, self.link, run, x, *first)  # type: ignore[no-any-return]
+        matrix, rows = product.matrix, product.rows
+        with _saving(product.topology):
+            return product.finish(rows if matrix is None else matrix @ rows)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _planned(
@@ -253,8 +246,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         check_arguments(self, (x, edge_index, edge_weight), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         check_edges("edge_weight", edge_weight, topology_of(edge_index))
-        given = torch_geometric.nn.GCNConv, edge_index, [x], self.lin
-        topology = _edges_of_product(self, *given)
+        topology = _edges_of_product(self, pyg.GCNConv, edge_index, [x])
         if topology is None or self._cached_edge_index is not None:
             return None
         if self.aggr not in ("add", "sum") or x.dtype != dtype_of(self.lin):
@@ -279,7 +271,7 @@ class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
         self.__dict__.pop("first_edges", None)
 
 
-class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
+class DistGCN2Conv(WithLink, pyg.GCN2Conv):
     r"""Applies the layer of GCNII [Chen20] on a graph that is spread over ranks.
 
         X' = ((1 - a) P X + a X_0) ((1 - b) I + b W_1),   P = D^-1/2 (A + I) D^-1/2
@@ -327,8 +319,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
     ) -> GridMatrix | None:
         """Returns the matrix P, over the links of this call; None if it is another layer."""
         check_edges("edge_weight", edge_weight, topology_of(edge_index))
-        given = torch_geometric.nn.GCN2Conv, edge_index, [x, x_0]
-        topology = _edges_of_product(self, *given)
+        topology = _edges_of_product(self, pyg.GCN2Conv, edge_index, [x, x_0])
         if topology is None or self.aggr not in ("add", "sum"):
             return None
         if self.cached or not self.normalize:
@@ -342,7 +333,7 @@ class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
         return topology.operator(kind, edges, x.dtype, context.exchange())
 
 
-class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
+class DistSAGEConv(WithLink, pyg.SAGEConv):
     r"""Applies the GraphSAGE layer of [Hamilton17] on a graph that is spread over ranks.
 
         x'_i = W_1 x_i + W_2 mean_{j in N(i)} x_j
@@ -368,21 +359,18 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
 
     def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
-        if is_spread(x, edge_index):
-            product = self._planned(x, edge_index, size)
-            if product is None:
-                run, given = super().forward, (x, edge_index, size)
-                if size is None and type(self.aggr_module) in AGGREGATIONS:
-                    run = one_hop(self, run)
-                return run_on_share(self, self.link, run, *given)  # type: ignore[no-any-return]
-            matrix, rows = product.matrix, product.rows
-            with _saving(product.topology):
-                out = product.finish(rows if matrix is None else matrix @ rows)
-            return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
-        check_arguments(self, (x, edge_index), {})
-        if torch.compiler.is_compiling():
-            return super().forward(x, edge_index, size)
-        return run_sage(self, super().forward, x, edge_index, size)
+        run = super().forward
+        if not is_spread(x, edge_index):
+            return run_any(self, self.link, run, x, edge_index, size)  # type: ignore[no-any-return]
+        product = self._planned(x, edge_index, size)
+        if product is None:
+            if size is None and type(self.aggr_module) in AGGREGATIONS:
+                run = one_hop(self, run)
+            return run_on_share(self, self.link, run, x, edge_index, size)  # type: ignore[no-any-return]
+        matrix, rows = product.matrix, product.rows
+        with _saving(product.topology):
+            out = product.finish(rows if matrix is None else matrix @ rows)
+        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _planned(self, x: Any, edge_index: Any, size: Any) -> PlannedProduct | None:
@@ -390,9 +378,8 @@ class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
         check_arguments(self, (x, edge_index), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
-        linears = [self.lin_r] if self.root_weight else []
-        given = torch_geometric.nn.SAGEConv, edge_index, [source, root], *linears
-        topology = _edges_of_product(self, *given, biased=[self.lin_l])
+        given = pyg.SAGEConv, edge_index, [source, root]
+        topology = _edges_of_product(self, *given)
         if topology is None or self.aggr not in ("mean", "sum", "add"):
             return None
         if source is None or edge_index.weight is not None:
