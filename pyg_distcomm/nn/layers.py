@@ -97,24 +97,6 @@ def _as_nodes(x: Any, name: str, nodes: Rows) -> DistTensor:
     )
 
 
-class _WithZeroGradients(torch.autograd.Function):
-    """Returns x, with gradients of zeros for the other tensors.
-
-    PyG's one propagate of all relations reaches what an output does not depend on, so that
-    an optimizer decays those weights too; None would leave them as they are.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.shapes = [other.shape for other in others]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        zero = grad.new_zeros(())
-        return grad, *(zero.expand(shape) for shape in ctx.shapes)
-
-
 class _Relation:
     """The edges of one relation in a run of a layer, and how its rows travel."""
 
@@ -204,9 +186,10 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             near = {key} | {source for source, _, target in scales if target == key}
             apart = [z.to_local() for source, z in kqv.items() if source not in near]
             apart += [scale for (*_, target), scale in scales.items() if target != key]
-            local = _WithZeroGradients.apply(
-                local, *(z for z in apart if z.requires_grad)
-            )
+            # PyG's one propagate of all relations reaches these, too, so that an optimizer
+            # decays their weights: gradients of zeros, not None
+            none = [z.reshape(-1)[:0] for z in apart if z.requires_grad]
+            local = local + torch.cat(none).sum() if none else local
             out[key] = DistTensor.from_local(local, rows)
         found = self.out_lin({key: F.gelu(z) for key, z in out.items()})
         for key, z in found.items():
