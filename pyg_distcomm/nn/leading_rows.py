@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -120,18 +119,6 @@ def is_in_place(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 Leaf = TypeVar("Leaf")
-
-
-def size_from_shape(
-    name: str, shape: Sequence[int], like: Tensor, args: Any, kwargs: Any
-) -> Any:
-    """Implements shape, size, len, numel and nbytes for a given shape and dtype."""
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if name == "len" or (name == "size" and dim is not None):
-        return shape[dim or 0]
-    if name in ("shape", "size"):
-        return torch.Size(shape)
-    return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
 
 
 def version_of(x: Tensor) -> int:
@@ -382,7 +369,8 @@ def _dispatch(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in SIZES and isinstance(args[0], LeadingRows):
         local = leading(args[0])
         shape = args[0].origin.total, *local.shape[1:]
-        return size_from_shape(name, shape, local, args, kwargs)
+        like = torch.empty(shape, dtype=local.dtype, device="meta")
+        return func(like, *args[1:], **kwargs)
     if name in ("getitem", "narrow", "index_select"):
         found = _pick_rows(name, args, kwargs)
         if found is not None:
