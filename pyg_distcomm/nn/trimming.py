@@ -372,8 +372,8 @@ def note_untrimmed(edge_index: Any, what: str) -> None:
 
 
 def call(
-    adjacency: LocalAdjacency | None,
-    edge_index: Any,
+    adjacency: LocalAdjacency,
+    edge_index: Tensor,
     x: Any,
     compute: Callable[[Any, Any, int | None], Any],
     reads: Iterable[Any] = (),
@@ -381,7 +381,7 @@ def call(
     """Runs one layer on the rows that are read.
 
     Args:
-        adjacency: the cache of its edges; None if it runs PyG's code.
+        adjacency: the cache of its edges.
         edge_index: the edges.
         x: its features, a tensor or a pair.
         compute: the layer, of sources, targets, and how many targets to compute; None
@@ -389,14 +389,13 @@ def call(
         reads: tensors that `compute` reads besides.
     """
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    now = _pass.get()
-    batch = None if adjacency is None else adjacency.batch
+    now, batch = _pass.get(), adjacency.batch
     tracked = [t for t in (source, target) if isinstance(t, LeadingRows)]
     if now is not None and (_is_replayed() or torch.is_grad_enabled() != now.graded):
         now.mode.block("a layer runs under checkpointing")
-    if now is None or batch is None or adjacency is None or now.mode.blocked:
-        if batch is not None and now is None and batch.read_by is not None:
-            for mode in batch.read_by:
+    if now is None or batch is None or now.mode.blocked:
+        if now is None and batch is not None:
+            for mode in batch.read_by or ():
                 mode.block("a layer runs outside of its model's forward")
         return _on_all(compute, source, target)
     sizes = [batch.sizes[kind] for kind in adjacency.ends]
@@ -413,24 +412,22 @@ def call(
     if first is None:
         return _on_all(compute, source, target)
     origin = Origin(now.mode, sizes[1], first[adjacency.ends[1]], frozenset([at]))
-    if not now.trims:
-        out = compute(*_each(leading, source, target), None)
-        return wrap(out, origin) if isinstance(out, Tensor) else out
-    rows = _rows_of(now, adjacency, edge_index, at, source, target)
-    if rows is None:
-        return _on_all(compute, source, target)
+    rows = None
+    if now.trims:
+        rows = _rows_of(now, adjacency, edge_index, at, source, target)
+        if rows is None:
+            return _on_all(compute, source, target)
     out = compute(*_each(leading, source, target), rows)
-    args = _each(deferred, source, target)
-    origin.every = Deferred(
-        lambda *ends: compute(ends[0], ends[1], None), args, {}, reads
-    )
-    return wrap(out, origin)
+    if rows is not None:
+        ends = *_each(deferred, source, target), None
+        origin.every = Deferred(compute, ends, {}, reads)
+    return wrap(out, origin) if isinstance(out, Tensor) else out
 
 
 def _rows_of(
     now: Pass,
     adjacency: LocalAdjacency,
-    edge_index: Any,
+    edge_index: Tensor,
     at: int,
     source: Any,
     target: Any,
@@ -440,13 +437,12 @@ def _rows_of(
     assert batch is not None
     assert depths is not None
     reads = batch.rows(depths[at]) if at < len(depths) else None
-    sizes = [batch.sizes[kind] for kind in adjacency.ends]
-    edges = adjacency.grouped(edge_index, *sizes)
+    edges = adjacency.grouped(edge_index, *(batch.sizes[k] for k in adjacency.ends))
     if reads is None or edges is None:
         return None
     rows = reads[adjacency.ends[1]]
-    here = [None if t is None else len(leading(t)) for t in (source, target)]
     needed = edges.prefix(rows).num_read, rows
+    here = [None if t is None else len(leading(t)) for t in (source, target)]
     enough = all(n is None or n >= k for n, k in zip(here, needed, strict=True))
     return rows if enough else None
 
