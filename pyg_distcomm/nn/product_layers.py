@@ -172,29 +172,26 @@ def _saving(topology: Topology) -> contextlib.AbstractContextManager[None]:
 
 
 def _edges_of_product(
-    conv: Any, base: type, edge_index: Any, given: Any
-) -> Topology | None:
-    """Returns the edges of a layer that is a product with their matrix; None if it is none.
+    conv: Any, base: type, edge_index: Any, given: Any, weight: Any = None
+) -> tuple[Topology, Any] | None:
+    """Returns the edges of a layer that is a product with their matrix, and their weights.
 
-    Of the features that it is given some may be None; see `is_product` for the rest.
+    None if it is none. Of the features that it is given some may be None; see `is_product`
+    for the rest.
     """
     topology = topology_of(edge_index)
+    check_edges("edge_weight", weight, topology)
     if topology is None or topology.sources is not None:
         return None
+    weight = edge_index.weight if weight is None else weight
     rows = [x for x in given if x is not None]
     fits = all(are_rows_of(x, topology) and x.is_floating_point() for x in rows)
     fits = fits and conv.flow == "source_to_target"
     fits = fits and not (getattr(conv, "add_self_loops", False) and edge_index.looped)
-    return topology if fits and is_product(conv, base) else None
-
-
-def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
-    """Returns the weights of edges, and whether a product can have them."""
-    weight = edge_index.weight if weight is None else weight
-    if weight is None:
-        return True, None
-    known = type(weight) is DistTensor and weight.rows is topology.edges
-    return known and weight.dim() == 1, weight
+    if weight is not None:
+        known = type(weight) is DistTensor and weight.rows is topology.edges
+        fits = fits and known and weight.dim() == 1
+    return (topology, weight) if fits and is_product(conv, base) else None
 
 
 class DistGCNConv(WithLink, pyg.GCNConv):
@@ -245,16 +242,16 @@ class DistGCNConv(WithLink, pyg.GCNConv):
         """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index, edge_weight), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
-        check_edges("edge_weight", edge_weight, topology_of(edge_index))
-        topology = _edges_of_product(self, pyg.GCNConv, edge_index, [x])
-        if topology is None or self._cached_edge_index is not None:
+        given = edge_index, [x], edge_weight
+        found = _edges_of_product(self, pyg.GCNConv, *given)
+        if found is None or self._cached_edge_index is not None:
             return None
         if self.aggr not in ("add", "sum") or x.dtype != dtype_of(self.lin):
             return None
         if not self.normalize and torch.is_autocast_enabled(x.device.type):
             return None
-        fits, weight = _weights_of(edge_index, edge_weight, topology)
-        if not fits or (weight is not None and weight.dtype != x.dtype):
+        topology, weight = found
+        if weight is not None and weight.dtype != x.dtype:
             return None
         context = LayerContext(self, self.link, edge_index, weight)
         kind = OperatorKind()
@@ -318,15 +315,13 @@ class DistGCN2Conv(WithLink, pyg.GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any
     ) -> GridMatrix | None:
         """Returns the matrix P, over the links of this call; None if it is another layer."""
-        check_edges("edge_weight", edge_weight, topology_of(edge_index))
-        topology = _edges_of_product(self, pyg.GCN2Conv, edge_index, [x, x_0])
-        if topology is None or self.aggr not in ("add", "sum"):
+        given = edge_index, [x, x_0], edge_weight
+        found = _edges_of_product(self, pyg.GCN2Conv, *given)
+        if found is None or self.aggr not in ("add", "sum"):
             return None
         if self.cached or not self.normalize:
             return None
-        fits, weight = _weights_of(edge_index, edge_weight, topology)
-        if not fits:
-            return None
+        topology, weight = found
         context = LayerContext(self, self.link, edge_index, weight)
         kind = OperatorKind("gcn", False, self.add_self_loops)
         edges = None if weight is None else weight.to_local()
@@ -378,11 +373,10 @@ class DistSAGEConv(WithLink, pyg.SAGEConv):
         check_arguments(self, (x, edge_index), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
-        given = pyg.SAGEConv, edge_index, [source, root]
-        topology = _edges_of_product(self, *given)
-        if topology is None or self.aggr not in ("mean", "sum", "add"):
+        found = _edges_of_product(self, pyg.SAGEConv, edge_index, [source, root])
+        if found is None or self.aggr not in ("mean", "sum", "add"):
             return None
-        if source is None or edge_index.weight is not None:
+        if source is None or found[1] is not None:
             return None
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()
