@@ -419,6 +419,7 @@ def _sage(
         if conv.project and hasattr(conv, "lin"):
             source = conv.lin(source).relu()
     kind, value = AGGREGATIONS[type(conv.aggr_module)], call.values(edges)
+    root = None if own is None else root
     root_weight = None if own is None or root is None else own.weight
     if kind == "max" or value is not None:
         sums = aggregate(kind, edges, value, source)
