@@ -759,9 +759,11 @@ def _dropped(call: _Call, edges: GroupedEdges, share: Tensor) -> Tensor:
         share = share.index_select(0, edges.inverse)
     rows = call.adjacency.derived.get(("rows", _adds_loops(conv)))  # see `note_rows`
     if rows is None:
-        return edges.in_order(F.dropout(share, conv.dropout))
-    spread: Any = F.dropout(DistTensor.from_local(share, rows), conv.dropout)
-    return edges.in_order(spread.to_local())
+        share = F.dropout(share, conv.dropout)
+    else:
+        spread: Any = F.dropout(DistTensor.from_local(share, rows), conv.dropout)
+        share = spread.to_local()
+    return edges.in_order(share)
 
 
 def _adds_loops(conv: Any) -> bool:
