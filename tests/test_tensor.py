@@ -257,19 +257,16 @@ def square(x):
 WITHIN = {
     "prelu": lambda x: F.prelu(x, weights(x, 7)),
     "prelu of one": lambda x: F.prelu(x, weights(x, 1)),
-    "hardswish": lambda x: F.hardswish(x),
-    "hardsigmoid": lambda x: F.hardsigmoid(x),
+    "hardswish": lambda x: F.hardswish(x) + F.hardsigmoid(x),
     "mish": lambda x: F.mish(x),
-    "hardshrink": lambda x: F.hardshrink(x),
-    "softshrink": lambda x: F.softshrink(x),
+    "shrinks": lambda x: F.hardshrink(x) + F.softshrink(x),
     "bce": lambda x: F.binary_cross_entropy_with_logits(x, other(x)),
     "bce sum": lambda x: F.binary_cross_entropy_with_logits(
         x, other(x), pos_weight=weights(x, 7).abs(), reduction="sum"
     ),
     "bilinear": lambda x: F.bilinear(x, other(x), weights(x, 5, 7, 7)),
     "cross": lambda x: torch.linalg.cross(x[:, :3], other(x)[:, :3]),
-    "cummax": lambda x: x.cummax(1)[0],
-    "cumsum of columns": lambda x: x.cumsum(1),
+    "cummax, cumsum": lambda x: x.cummax(1)[0] + x.cumsum(1),
     "sort of columns": lambda x: x.sort(1)[0],
     "softmax of nodes": lambda x: x.softmax(0),
     "log_softmax of nodes": lambda x: x.log_softmax(0),

@@ -389,10 +389,7 @@ def _put_rows(x: Any, d: int, v: Any, value: Any, add: bool, mutable: bool) -> A
         shape[d] = len(where)
         own = meeting(value, rows, right).expand(shape).to(x.dtype)
         target = x.local if mutable else x.local.clone()
-        if add:
-            target.index_add_(d, where, own)
-        else:
-            target.index_copy_(d, where, own)
+        (target.index_add_ if add else target.index_copy_)(d, where, own)
         return _written(x, target, mutable)
     ids = None
     if type(x) is DistTensor or type(v) is DistTensor:

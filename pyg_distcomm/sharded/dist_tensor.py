@@ -440,12 +440,9 @@ def become(x: DistTensor, value: DistTensor) -> None:
 def first_sharded(args: Any) -> DistTensor | None:
     """Returns the first sharded operand, also of a list of operands."""
     for a in args:
-        if type(a) is DistTensor:
-            return a
-        if type(a) is list:
-            for b in a:
-                if type(b) is DistTensor:
-                    return b
+        for b in a if type(a) is list else (a,):
+            if type(b) is DistTensor:
+                return b
     return None
 
 
