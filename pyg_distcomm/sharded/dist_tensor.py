@@ -506,7 +506,7 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
     if axis.size == 1:
         if axis.observer is not None:
             axis.observer("gather", local, axis)
-        return local.clone()
+        return local.clone(memory_format=torch.contiguous_format)
     compare_call(rows.mesh, x, rows.count, name=op)
     flat = local.movedim(dim, 0).contiguous()
     found = gathered(flat, rows, f"gather {op}")
