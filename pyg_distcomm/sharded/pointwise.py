@@ -349,7 +349,7 @@ def alone(func: Any, args: Any, kwargs: Any) -> Any:
             own[i] = local_at(own[i], rows, at)
             if empty:  # some ops refuse no rows, which other ranks have
                 shape = [*own[i].shape[:at], 1, *own[i].shape[at + 1 :]]
-                own[i] = own[i].new_zeros(shape)
+                own[i] = own[i].new_full(shape, func is aten.linalg_lu_solve.default)
     count = max(like.local.size(at), 1)
     for i, name in enumerate(names):
         if name in _SIZES:
