@@ -11,6 +11,7 @@ import torch
 import torch_geometric.nn as pyg
 import worlds
 from links import Net
+from torch_geometric import explain
 from torch_geometric.data import Data
 from torch_geometric.explain import Explainer, GNNExplainer, PGExplainer, fidelity
 
@@ -106,13 +107,8 @@ def trained(ns, data):
     torch.manual_seed(7)
     net = network(ns, "gcn")
     algorithm = PGExplainer(epochs=2, lr=0.01)
-    explainer = Explainer(
-        net,
-        algorithm,
-        explanation_type="phenomenon",
-        edge_mask_type="object",
-        model_config=MODEL,
-    )
+    kinds = {"explanation_type": "phenomenon", "node_mask_type": None}
+    explainer = Explainer(net, algorithm, **MASKS | kinds)
     for epoch in range(2):
         for index in (1, 2, 8):
             at = {"target": data.y, "index": index}
@@ -129,12 +125,12 @@ def test_an_explainer_that_learns_equals_that_of_one_process():
 
 
 @worlds.on(2)
-def test_a_mask_of_other_edges_is_refused():
-    data, net = pdc.partition(graph(), worlds.mesh()), network(nn, "gcn").double()
-    net.layers[0].explain = True
-    net.layers[0]._edge_mask = None
-    with pytest.raises(ValueError, match="no mask of edges"):
-        net(data.x, data.edge_index)
-    net.layers[0]._edge_mask = torch.ones(5)
-    with pytest.raises(ValueError, match="each of 103 edges"):
-        net(data.x, data.edge_index)
+@alike.in_doubles()
+def test_replaced_messages_equal_those_of_one_process():
+    found = []
+    for ns, data in ((nn, pdc.partition(graph(), worlds.mesh())), (pyg, graph())):
+        torch.manual_seed(7)
+        algorithm = explain.GraphMaskExplainer(2, epochs=2, log=False)
+        explainer = Explainer(network(ns, "gcn"), algorithm, **MASKS)
+        found.append(explainer(data.x, data.edge_index, index=3).edge_mask)
+    alike.same(*found)

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import tracemalloc
 import zipfile
+from itertools import product
 
 import numpy as np
 import pytest
@@ -473,10 +474,14 @@ def test_what_is_no_edge_is_named(tmp_path, columns, why):
 
 
 NUMBERS = np.random.default_rng(2).integers(0, 2**40, N) * 2 + np.arange(N) % 2
+TEXTS = pa.array([f"node {k}" for k in NUMBERS])
+VIEWS = TEXTS.cast(getattr(pa, "string_view", pa.string)())  # since pyarrow 16
+FORMS = [(TEXTS.dictionary_encode(), ".parquet"), (VIEWS, ".arrow")]
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".csv.gz"])
-@pytest.mark.parametrize("ids", [NUMBERS, [f"node {k}" for k in NUMBERS]])
+@pytest.mark.parametrize(
+    ("ids", "ending"), [*product([NUMBERS, TEXTS], [".parquet", ".csv.gz"]), *FORMS]
+)
 @pytest.mark.parametrize("method", ["stream", "block"])
 def test_ids_of_any_kind_are_looked_up(tmp_path, monkeypatch, ids, method, ending):
     monkeypatch.setattr(arrow_tables, "MOST_ROWS", 17)
@@ -489,6 +494,13 @@ def test_ids_of_any_kind_are_looked_up(tmp_path, monkeypatch, ids, method, endin
         edges = write(tmp_path / f"{name}_edges{ending}", edge_table(data, ids=given))
         partition_files(edges, tmp_path / name, 3, method, node_table=nodes)
     same_folders(tmp_path / "got", tmp_path / "want", 3)
+
+
+def test_a_first_edge_of_texts_is_no_line_of_names(tmp_path):
+    nodes = write(tmp_path / "nodes.parquet", pa.table({"id": ["a", "b"], "y": [0, 1]}))
+    (tmp_path / "edges.csv").write_text("a,b\nb,a\nb,b\n")
+    partition_files(tmp_path / "edges.csv", tmp_path / "parts", 1, node_table=nodes)
+    assert read_part(tmp_path / "parts", 0).edge_index.size(1) == 3
 
 
 def test_wrong_tables_of_nodes_are_named(tmp_path):

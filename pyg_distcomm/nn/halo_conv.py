@@ -46,7 +46,6 @@ from pyg_distcomm.nn.layer_context import (
     check_arguments,
     check_flow,
     check_link,
-    check_mask,
     has_hooks,
     is_changed,
     is_spread,
@@ -327,8 +326,6 @@ def run_on_share(
     if is_one_hop(conv) and (link in (None, "exact") or topology.chunked):
         run = one_hop(conv, run)
     check_flow(conv, topology)
-    if getattr(conv, "explain", False):
-        check_mask(conv, topology)
     run = _explaining_memory(conv, run, topology)
     exact = link in (None, "exact") and topology.link is None
     if exact and not topology.chunked:

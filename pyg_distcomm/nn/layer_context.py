@@ -482,25 +482,6 @@ def are_rows_of(x: Any, topology: Topology | None) -> bool:
     return type(x) is DistTensor and x.dim_ == 0 and x.rows is nodes
 
 
-def check_mask(layer: Any, topology: Topology) -> None:
-    """Raises for a layer that is explained by a mask of other edges, or by none.
-
-    Raises:
-        ValueError: naming the layer.
-    """
-    mask, count = layer._edge_mask, topology.edges.count
-    if not isinstance(mask, Tensor):
-        raise ValueError(
-            f"{type(layer).__name__} has explain=True and no mask of edges, but {mask!r}; let "
-            "an Explainer of torch_geometric.explain set it"
-        )
-    if len(mask) != count:
-        raise ValueError(
-            f"the mask that explains {type(layer).__name__} has shape {list(mask.shape)}; give "
-            f"one value for each of {count} edges, the same on every rank"
-        )
-
-
 def check_arguments(layer: Any, args: Any, kwargs: Any) -> None:
     """Checks what a layer is given, and warns of a whole graph on each rank.
 

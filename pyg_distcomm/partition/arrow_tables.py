@@ -10,7 +10,7 @@ import importlib
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -213,14 +213,7 @@ def torch_name(name: str, dtype: np.dtype) -> str:
         ) from None
 
 
-CSV = (
-    ".csv",
-    ".tsv",
-    ".txt",
-    ".el",
-    ".edges",
-    ".edgelist",
-)  # compressed by gzip or not
+CSV = (".csv", ".tsv", ".txt", ".el", ".edges", ".edgelist")  # or with .gz
 ENDINGS = (*CSV, ".parquet", ".arrow", ".feather")
 BLOCK = 1 << 20  # bytes of text; pyarrow reads up to 32 blocks ahead
 BAD_FILE = (OSError, EOFError, ValueError, TypeError, KeyError, zlib.error)
@@ -254,7 +247,7 @@ class ArrowTable:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._unnamed = path, False
         if not path.is_file():
             raise ValueError(f"{path}: missing")
         if not is_table(path):
@@ -302,7 +295,7 @@ class ArrowTable:
             lib: Any = _pyarrow("lib")
             schema = lib.schema([(name, lib.int64()) for name in ENDS[0]])
             return schema.empty_table().to_reader()
-        named = first[:1].isalpha() or first[:1] in (b'"', b"_")
+        named = not self._unnamed and (first[:1].isalpha() or first[:1] in b'"_')
         between = next((c for c in "\t;," if c.encode() in first), " ")
         return csv.open_csv(
             self.path,
@@ -336,10 +329,7 @@ class ArrowTable:
         """Yields some columns `[c, ...]` of the next rows, in order."""
         for batch in self._columns(columns, ROWS):
             with self._reading():
-                arrays = [
-                    self._array(name, column)
-                    for name, column in zip(columns, batch, strict=True)
-                ]
+                arrays = [*map(self._array, columns, batch)]
             yield arrays
 
     def _columns(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
@@ -405,12 +395,10 @@ class ArrowTable:
         With `nodes`, ends are looked up in the id column of a table of nodes.
         """
         limit = MOST_NODES if num_nodes is None else num_nodes
-        bar = tqdm(
-            desc="reading edges",
-            unit=" edges",
-            disable=None,
-            leave=False,
-        )
+        if nodes is not None and ending(self.path) in CSV and self._names_nodes(nodes):
+            self._unnamed = True
+            self._schema = self._batches(None, ROWS)[0]
+        bar = tqdm(desc="reading edges", unit=" edges", disable=None, leave=False)
         why = "; ids with gaps are looked up in the column 'id' of a table of nodes"
         with bar:
             for ends in self._node_places(list(self.ends()), nodes):
@@ -418,6 +406,14 @@ class ArrowTable:
                 check_ids(str(self.path), pair, bar.n, limit, f"{why} (--node-table)")
                 yield pair
                 bar.update(pair.shape[1])
+
+    def _names_nodes(self, nodes: NodeNames) -> bool:
+        """Tells whether what was read as the names of two columns is an edge of texts."""
+        lib, names = _pyarrow("lib"), self.names
+        if len(names) == 2 and tuple(name.lower() for name in names) not in ENDS:
+            with suppress(lib.ArrowException):  # texts that are no numbers
+                return bool((nodes.find(lib.array(names)) >= 0).all())
+        return False
 
     def _node_places(
         self, ends: list[str], nodes: NodeNames | None
@@ -491,13 +487,17 @@ class ArrowTable:
         lower = {name.lower(): name for name in self.names}
         id_column = next((lower[name] for name in IDS if name in lower), None)
         columns = self._copied(folder, "node", [id_column])
-        if id_column is None:
-            return columns, None
-        parts = [ids for (ids,) in self._columns([id_column], ROWS)]
+        found: Any = [] if id_column is None else self._columns([id_column], ROWS)
+        parts = [ids for (ids,) in found]
         if not parts:
             return columns, None
         names = _pyarrow("lib").chunked_array(parts).combine_chunks()
-        if _pyarrow("types").is_integer(names.type):
+        types = _pyarrow("types")
+        if types.is_dictionary(names.type):
+            names = names.dictionary_decode()
+        if str(names.type) == "string_view":  # in which pyarrow looks nothing up
+            names = names.cast("string")
+        if types.is_integer(names.type):
             ids = names.to_numpy(zero_copy_only=False)
             order = np.argsort(ids, kind="stable")
             in_order = np.arange(ids.size)

@@ -88,8 +88,8 @@ def index(func: Any, args: Any, kwargs: Any) -> Any:
     compare_call(_mesh_of(x, *given), x, *given)
     used = [i for i, v in enumerate(given) if v is not None]
     first, v = used[0], given[used[0]]
-    if len(used) == 1 and v.dtype == torch.bool and v.dim() == 1:
-        return _masked(x, first, v)
+    if len(used) == 1 and v.dtype == torch.bool and (merged := _merged(x, first, v)):
+        return _masked(*merged)
     if len(used) == 1 and v.dtype != torch.bool:
         return _by_one_index(func, x, first, v, args)
     if used == list(range(len(used))) and type(x) is DistTensor and x.dim_ == 0:
@@ -101,6 +101,17 @@ def index(func: Any, args: Any, kwargs: Any) -> Any:
         if plain_ones and used == list(range(first, first + len(used))):
             return DistTensor(func(x.local, given), x.rows, x.dim_)
     return whole.apply(func, args, kwargs)
+
+
+def _merged(x: Any, d: int, mask: Any) -> tuple[Any, int, Any] | None:
+    """Returns a tensor and a mask of its dimension d, merged; None if that mixes rows."""
+    if mask.dim() == 1:
+        return x, d, mask
+    at = x.dim_ - d if type(x) is DistTensor else mask.dim_
+    first = 0 <= at < mask.dim() and mask.shape[:at].numel() == 1
+    if not first or not mask.numel() or x.shape[d : d + mask.dim()] != mask.shape:
+        return None
+    return x.flatten(d, d + mask.dim() - 1), d, mask.flatten()
 
 
 def _masked(x: Tensor, d: int, mask: Tensor) -> Any:
@@ -186,8 +197,8 @@ def masked_select(func: Any, args: Any, kwargs: Any) -> Any:
     """Selects the values that a mask keeps."""
     x, mask = args
     compare_call(_mesh_of(x, mask), x, mask)
-    if mask.dim() == 1 and x.dim() == 1:
-        return _masked(x, 0, mask)
+    if x.dim() == mask.dim() and (merged := _merged(x, 0, mask)):
+        return _masked(*merged)
     return whole.apply(func, args, kwargs)
 
 
@@ -356,6 +367,11 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
         found = _put_several(x, given, value, mutable) if add else None
     elif len(used) == 1 and x.dim_ == d and v.dim() == 1:
         found = _put_rows(x, d, v, value, add, mutable)
+    elif len(used) == 1 and v.dtype == torch.bool and (merged := _merged(x, d, v)):
+        found = _put_rows(*merged, value, add, False).view(x.shape)
+        found = x.copy_(found) if mutable else found
+    elif v.dtype == torch.bool and v.dim() > 1:
+        pass  # along the rows, behind other dimensions
     elif len(used) == 1 and x.dim_ != d and type(v) is not DistTensor:
         right = x.dim() - x.dim_ + (v.dim() - 1 if x.dim_ < d else 0)
         own = meeting(value, x.rows, right)
@@ -389,10 +405,7 @@ def _put_rows(x: Any, d: int, v: Any, value: Any, add: bool, mutable: bool) -> A
         shape[d] = len(where)
         own = meeting(value, rows, right).expand(shape).to(x.dtype)
         target = x.local if mutable else x.local.clone()
-        if add:
-            target.index_add_(d, where, own)
-        else:
-            target.index_copy_(d, where, own)
+        (target.index_add_ if add else target.index_copy_)(d, where, own)
         return _written(x, target, mutable)
     ids = None
     if type(x) is DistTensor or type(v) is DistTensor:

@@ -6,8 +6,9 @@ op whose operands all have one is computed once, and its result has a key, too, 
 op and theirs. Plain operands of the same kind are known by their content. So the second epoch
 finds the very ids of the first one, with the exchange that was planned for them.
 
-What an op writes to loses its key, by torch's own version counter, as do its views; what is
-kept is handed out as a copy. The cache is the mesh's, and keeps the latest results.
+What an op writes to loses its key, by torch's own version counter, as do its views, unless
+what is written is constant, too. What is kept is handed out as a copy. The cache is the
+mesh's, and keeps the latest results.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class Constants:
         self._plain = ByContent(_KEPT_PLAIN)
         self.results = Latest(_KEPT)  # by number
         self.made = Latest(_KEPT_MADE)  # by kind and number; see `kept_with`
+        self.writes: Any = WeakTensorKeyDictionary()  # to rows, by their version before
 
     def number_of(self, what: Any) -> int:
         """Returns the number of a description, always the same one."""
@@ -149,11 +151,16 @@ def is_structure(x: Tensor) -> bool:
 
 
 def key_of(x: DistTensor) -> int | None:
-    """Returns the key of a tensor while nothing has written to it."""
-    key = x._key
-    if key is None or x.requires_grad or version_of(x) != x._key_version:
+    """Returns the key of a tensor while nothing but constants has been written to it."""
+    if x._key is None or x.requires_grad:
         return None
-    return key
+    while x._key_version != version_of(x):
+        known = constants_of(x.rows.mesh)
+        write = known.writes.get(x._root, {}).get(x._key_version)
+        if write is None:
+            return None
+        x._key, x._key_version = known.number_of((x._key, write)), x._key_version + 1
+    return x._key
 
 
 def kept_with(x: DistTensor, kind: Any, make: Callable[[], Any]) -> Any:
@@ -317,7 +324,9 @@ def _write(
         if sharded:
             changed(target)
     if sharded and number is not None:
-        target._key, target._key_version = number, version_of(target) + 1
+        version = version_of(target)
+        known.writes.setdefault(target._root, {})[version] = number
+        target._key, target._key_version = number, version + 1
     return target
 
 

@@ -440,12 +440,9 @@ def become(x: DistTensor, value: DistTensor) -> None:
 def first_sharded(args: Any) -> DistTensor | None:
     """Returns the first sharded operand, also of a list of operands."""
     for a in args:
-        if type(a) is DistTensor:
-            return a
-        if type(a) is list:
-            for b in a:
-                if type(b) is DistTensor:
-                    return b
+        for b in a if type(a) is list else (a,):
+            if type(b) is DistTensor:
+                return b
     return None
 
 
@@ -509,7 +506,7 @@ def all_rows(x: DistTensor, op: str) -> Tensor:
     if axis.size == 1:
         if axis.observer is not None:
             axis.observer("gather", local, axis)
-        return local.clone()
+        return local.clone(memory_format=torch.contiguous_format)
     compare_call(rows.mesh, x, rows.count, name=op)
     flat = local.movedim(dim, 0).contiguous()
     found = gathered(flat, rows, f"gather {op}")

@@ -283,10 +283,11 @@ _LAST = {
         1: """reflection_pad1d replication_pad1d upsample_linear1d upsample_nearest1d
             view_as_complex""",
         2: """_adaptive_avg_pool2d _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
-            _linalg_svd adaptive_max_pool2d avg_pool2d linalg_cholesky_ex linalg_eig
-            linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp
-            linalg_qr linalg_solve_triangular max_pool2d_with_indices reflection_pad2d
-            replication_pad2d tril triu upsample_bilinear2d upsample_nearest2d""",
+            _linalg_svd _scaled_dot_product_flash_attention_for_cpu adaptive_max_pool2d
+            avg_pool2d linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_lu linalg_lu_factor_ex
+            linalg_lu_solve linalg_matrix_exp linalg_qr linalg_solve_triangular
+            max_pool2d_with_indices reflection_pad2d replication_pad2d tril triu
+            upsample_bilinear2d upsample_nearest2d""",
     }.items()
     for aten_op in _named(names)
 }
@@ -298,6 +299,11 @@ def _mixed(func: Any, args: list[Any], n: int) -> set[int]:
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=True))
     if packet in _LAST:
         return set(range(n - _LAST[packet], n))
+    if packet in (aten.convolution, aten.convolution_backward):
+        kernel, steps, pads = (given[name] for name in ("weight", "stride", "padding"))
+        sizes = zip(kernel.shape[2:], steps * n, pads * n, strict=False)
+        mixed = [size > 1 or step > 1 or pad > 0 for size, step, pad in sizes]
+        return {1, *(d for d, mixes in enumerate(mixed, 2) if mixes)}
     if packet in _WITH_WEIGHTS:
         return set(range(n - len(given.get("normalized_shape", range(n - 1))), n))
     if packet in _TABLES:
@@ -341,8 +347,9 @@ def alone(func: Any, args: Any, kwargs: Any) -> Any:
     for i in of_rows:
         if isinstance(own[i], Tensor):
             own[i] = local_at(own[i], rows, at)
-            # some ops refuse no rows, which other ranks have
-            own[i] = _one_zero(own[i], at) if empty else own[i]
+            if empty:  # some ops refuse no rows, which other ranks have
+                shape = [*own[i].shape[:at], 1, *own[i].shape[at + 1 :]]
+                own[i] = own[i].new_full(shape, func is aten.linalg_lu_solve.default)
     count = max(like.local.size(at), 1)
     for i, name in enumerate(names):
         if name in _SIZES:
@@ -397,10 +404,6 @@ def _meets(a: Any, like: DistTensor) -> bool:
     if type(a) is DistTensor:
         return a.rows.count == like.rows.count and a.dim_ == like.dim_
     return a.dim() == like.dim() and a.size(like.dim_) == like.rows.count
-
-
-def _one_zero(x: Tensor, at: int) -> Tensor:
-    return x.new_zeros([*x.shape[:at], 1, *x.shape[at + 1 :]])
 
 
 # ops that remove dimensions, or add some where they are named

@@ -393,14 +393,12 @@ def _drawn_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Draws as one process does, the whole on every rank, and keeps own rows."""
     x = args[0]
     full = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if func._schema.is_mutable:
-        func(full, *args[1:], **kwargs)
-        x.local.copy_(own_part(full, x.rows, x.dim_))
-        changed(x)
-        return x
-    return DistTensor(
-        own_part(func(full, *args[1:], **kwargs), x.rows, x.dim_), x.rows, x.dim_
-    )
+    own = own_part(func(full, *args[1:], **kwargs), x.rows, x.dim_)
+    if not func._schema.is_mutable:
+        return DistTensor(own, x.rows, x.dim_)
+    x.local.copy_(own)
+    changed(x)
+    return x
 
 
 rule(

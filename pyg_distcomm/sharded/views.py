@@ -391,10 +391,9 @@ def part_backward(func: Any, args: Any, kwargs: Any) -> Any:
     d %= len(size)
     at = g.dim_ + (func is aten.select_backward.default and d <= g.dim_)
     if at == d:
-        out = None
-        if func is aten.slice_backward.default:
-            out = _slice_backward(g, size, d, *rest)
-        return out if out is not None else whole.apply(func, args, kwargs)
+        sliced = func is aten.slice_backward.default
+        out = _slice_backward(g, size, d, *rest) if sliced else None
+        return whole.apply(func, args, kwargs) if out is None else out
     size[at] = g.local.size(g.dim_)
     return DistTensor(func(g.local, size, d, *rest), g.rows, at)
 

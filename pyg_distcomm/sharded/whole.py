@@ -35,7 +35,7 @@ def apply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Price: (P-1)/P of the rows of each operand, in words; noted as "gather <op>".
     """
-    name = name_of(func)
+    name = name_of(func).removeprefix("_unsafe_")  # which ranks without rows may lack
     _check_size(name, args, kwargs)
     seen: dict[int, Tensor] = {}
 
