@@ -503,7 +503,7 @@ def check_arguments(layer: Any, args: Any, kwargs: Any) -> None:
         if plain and not torch.compiler.is_compiling():
             warn_whole_graph(layer, values)
         return
-    forward = getattr(layer, "conv", layer).forward
+    forward = layer.forward
     if args and topology_of(args[0]) is not None:
         names = list(inspect.signature(forward).parameters)
         if names[:1] == ["x"]:
