@@ -41,6 +41,11 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 
 Array: TypeAlias = Any  # of one dimension, contiguous
+Matrix: TypeAlias = tuple[
+    Array, int
+]  # the memory of rows, and the distance between them
+Heads: TypeAlias = tuple[Array, int, int]  # and between the heads of a row
+Edges: TypeAlias = tuple[Array, Array]  # offsets and columns of a CSR matrix
 Builder: TypeAlias = Any  # llvmlite.ir.IRBuilder, which has no types
 Emitted = tuple[Any, Callable[..., Any]]
 Loop = TypeVar("Loop", bound=Callable[..., Any])
@@ -103,7 +108,7 @@ def reordering(loop: Loop) -> Loop:
 
 def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., Any]:
     """Compiles a loop for ``args`` and ``integers`` more int64, and binds ``args`` to it."""
-    key = tuple([_type_key(arg) for arg in args])
+    key = _type_key(args)
     if key not in loop.ready_for:
         signature = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
         _compile_in_thread(loop, tuple(signature))
@@ -135,7 +140,7 @@ def _type_key(arg: Any) -> object:
     """Returns a key of the type that Numba compiles an argument for."""
     if isinstance(arg, np.ndarray):
         return arg.dtype.num  # a hash of the type itself takes longer
-    return -1 - len(arg) if isinstance(arg, tuple) else type(arg)
+    return tuple(map(_type_key, arg)) if isinstance(arg, tuple) else type(arg)
 
 
 def _compile_in_thread(loop: Any, signature: tuple[Any, ...]) -> None:
