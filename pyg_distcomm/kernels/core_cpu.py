@@ -227,7 +227,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     target = writable(out, k, x)
     positions = vector(index)
     check_index(positions, x.size(0))
-    args = (*flat(x), positions, *flat(target), f)
+    args = (flat(x), positions, flat(target), f)
     over_rows(sample_jit.gather, args, k, f)
     return deliver(target, out)
 
