@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.kernels.codec_ops import LEAST, META, WIDEST, Noise, rest_begins
+from pyg_distcomm.kernels.codec_ops import (
+    LEAST,
+    META,
+    WIDEST,
+    Noise,
+    rest_begins,
+    size_of,
+)
 from pyg_distcomm.kernels.compile import Array, Matrix, jit, ready
 from pyg_distcomm.kernels.core_cpu import (
     GRAIN,
     check_index,
-    deliver,
     flat,
     over_rows,
     row_strided,
@@ -27,6 +33,7 @@ from pyg_distcomm.kernels.core_cpu import (
     writable,
 )
 from pyg_distcomm.kernels.core_jit import hash_row, word
+from pyg_distcomm.kernels.core_ops import deliver
 
 MOST = float(np.finfo(np.float32).max)
 UNIT = 2.0**16  # parts of a step, the grain of random rounding
@@ -44,7 +51,7 @@ def quantise_wide(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int:
     """Runs `codec_ops.quantise_wide`, groups of rows in parallel."""
-    m, f = _size(x, index)
+    m, f = size_of(x, index)
     if not m * f:
         out.zero_()
         return -1
@@ -67,7 +74,7 @@ class Quantiser:
     def __init__(
         self, x: Tensor, index: Tensor | None, bits: int, gid: Tensor | None
     ) -> None:
-        self._height, self._bits, self._size = len(x), bits, _size(x, index)
+        self._height, self._bits, self._size = len(x), bits, size_of(x, index)
         self._at = None if index is None else vector(index)
         self._gid = None if gid is None else vector(gid)
         if self._at is not None:
@@ -138,7 +145,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
     """Runs `codec_ops.take_columns`, rows in parallel."""
-    (m, _), count = _size(x, index), len(columns)
+    (m, _), count = size_of(x, index), len(columns)
     out = memory.empty((m, count), x.dtype)
     args = (*_rows(x, index), vector(columns), out.view(-1).numpy())
     over_rows(copy_columns, args, m, count)
@@ -158,10 +165,6 @@ def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor
 def _run(loop: Any, args: tuple[Any, ...], rows: int, width: int) -> None:
     """Runs a loop over groups of eight rows."""
     over_rows(loop, args, -(-rows // 8), 8 * width)
-
-
-def _size(x: Tensor, index: Tensor | None) -> tuple[int, int]:
-    return len(x) if index is None else len(index), x.size(1)
 
 
 def _rows(x: Tensor, index: Tensor | None) -> Rows:

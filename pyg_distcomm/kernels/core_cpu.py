@@ -49,7 +49,7 @@ def spmm(
         edges = int(pointers[-1]) - int(pointers[0])
         multiply = _multiply_panels if _panels_pay(x, edges) else _multiply
         multiply(matrix, x, target, accumulate)
-    return deliver(target, out)
+    return core_ops.deliver(target, out)
 
 
 def _panels_pay(x: Tensor, edges: int) -> bool:
@@ -229,7 +229,7 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     check_index(positions, x.size(0))
     args = (flat(x), positions, flat(target), f)
     over_rows(sample_jit.gather, args, k, f)
-    return deliver(target, out)
+    return core_ops.deliver(target, out)
 
 
 def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
         args = (flat(target), positions, flat(src), f)
         work = ready(core_jit.scatter_add, args, 2)
         threads.run(work, [(part, parts) for part in range(parts)])
-    return deliver(target, out)
+    return core_ops.deliver(target, out)
 
 
 def coo_to_csr(
@@ -413,15 +413,6 @@ def writable(out: Tensor | None, rows: int, like: Tensor) -> Tensor:
     if out is None:
         return memory.empty_rows(like, rows)
     return out.detach() if row_strided(out) else out.detach().contiguous()
-
-
-def deliver(target: Tensor, out: Tensor | None) -> Tensor:
-    """Copies ``target`` to ``out`` if it is other memory; returns ``out``."""
-    if out is None:
-        return target
-    if target.data_ptr() != out.data_ptr():
-        out.detach().copy_(target)
-    return out
 
 
 def row_strided(t: Tensor) -> bool:

@@ -31,6 +31,7 @@ from pyg_distcomm.kernels.sample_ops import (
     Request,
     SampleGraph,
     UnweightedNode,
+    bisect,
     read_rows,
     spread,
     streams_of,
@@ -217,19 +218,17 @@ class _DeviceMinibatchBuilder(MinibatchBuilder):
         time = clock if relation.time is None else relation.time
         if frontier.max_time is None or time is None:
             return low, high
-        first = low
-        for _ in range(self.sampler.search_steps[number]):
-            open_ = first < high
-            middle = torch.where(open_, (first + high) // 2, 0)
-            timed = middle
+        limits = frontier.max_time
+
+        def is_early(entry: Tensor) -> Tensor:
             if relation.time is None:
-                timed = read_rows(relation.row, middle * relation.stride).long()
-            early = read_rows(time, timed) <= frontier.max_time
-            first = torch.where(open_ & early, middle + 1, first)
-            high = torch.where(open_ & ~early, middle, high)
+                entry = read_rows(relation.row, entry * relation.stride).long()
+            return read_rows(time, entry) <= limits
+
+        end = bisect(low, high, self.sampler.search_steps[number], is_early)
         if frontier.latest:
-            low = torch.maximum(low, first - frontier.fan_out)
-        return low, first
+            low = torch.maximum(low, end - frontier.fan_out)
+        return low, end
 
     def _draw(
         self, number: int, relation: Relation, frontier: Frontier, name: Tensor
@@ -300,15 +299,15 @@ class _DeviceMinibatchBuilder(MinibatchBuilder):
             return torch.minimum(torch.as_tensor(picks), last)
         running = self.sampler.running(number)
         goal = u * read_rows(running, low + size - 1)[:, None]
-        first, high = torch.zeros_like(goal, dtype=torch.int64), last + 1
-        high = high.expand_as(first)
-        for _ in range(self.sampler.search_steps[number]):
-            open_ = first < high
-            middle = torch.where(open_, (first + high) // 2, 0)
-            below = read_rows(running, low[:, None] + middle) <= goal
-            first = torch.where(open_ & below, middle + 1, first)
-            high = torch.where(open_ & ~below, middle, high)
-        return torch.minimum(first, last)
+        first = torch.zeros_like(goal, dtype=torch.int64)
+        steps, high = self.sampler.search_steps[number], last + 1
+        found = bisect(
+            first,
+            high.expand_as(first),
+            steps,
+            lambda k: read_rows(running, low[:, None] + k) <= goal,
+        )
+        return torch.minimum(found, last)
 
     def _draw_by_clock(
         self,
