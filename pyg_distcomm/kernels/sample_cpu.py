@@ -96,9 +96,7 @@ class NodeRelabeler:
         self.tree: Array | None = np.empty(0, np.int64) if disjoint else None
         self.copy: Array | None = None  # for each seed, how many equal ones came before
         self.num_nodes = 0
-        self.ends: list[
-            int
-        ] = []  # the number of nodes after the seeds, and after each hop
+        self.ends: list[int] = []  # how many nodes the seeds and each hop leave
         self.labels: Array | None = None  # of a hash table
         if table is None:
             self._rehash(MIN_SLOTS)
@@ -285,7 +283,7 @@ class MinibatchBuilder:
 
     def run(self) -> Minibatch:
         """Draws everything from the relations of the graph."""
-        for hop in range(self.request.hops):
+        for hop in range(max(map(len, self.request.fan_outs), default=0)):
             for number, relation in enumerate(self.graph.relations):
                 frontier = self.frontier(number, hop)
                 if frontier is not None:
@@ -411,13 +409,12 @@ class MinibatchBuilder:
 
     def result(self) -> Minibatch:
         """Returns the minibatch."""
-        every, as_tensor = self.nodes, self.as_tensor
-        disjoint = self.request.disjoint
+        every, as_tensor, trees = self.nodes, self.as_tensor, None
+        if self.request.disjoint:
+            trees = [as_tensor(s.tree[: s.num_nodes]).clone() for s in every]
         return Minibatch(
             node=[as_tensor(s.node[: s.num_nodes]).clone() for s in every],
-            tree=[as_tensor(s.tree[: s.num_nodes]).clone() for s in every]
-            if disjoint
-            else None,
+            tree=trees,
             edge_index=[as_tensor(index) for index in self.index],
             edge=[as_tensor(edge).long() for edge in self.edge],
             nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in every],
