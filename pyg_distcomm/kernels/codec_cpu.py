@@ -82,8 +82,6 @@ class Quantiser:
         m, f = self._size
         self._codes = META * m
         self._end = rest_begins(m, f, bits)
-        out = torch.empty(self._end + META, dtype=torch.uint8)
-        ready(quantise, self._arguments(x, 0, out), 2)
 
     def _arguments(self, x: Tensor, key: int, out: Tensor) -> tuple[Any, ...]:
         (m, f), codes, end = self._size, self._codes, self._end

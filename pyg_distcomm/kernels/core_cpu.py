@@ -87,7 +87,7 @@ def _multiply(matrix: Sparse, x: Tensor, out: Tensor, accumulate: bool) -> None:
     for at, lanes, keep in _blocks(x.size(-1), WIDEST // x.element_size()):
         width = (0,) * (lanes * x.element_size()).bit_length()
         args = (width[1:], *arrays, (at, lanes, keep if accumulate else lanes))
-        threads.run(ready(core_jit.spmm, args, 2), pieces)
+        threads.run(ready(core_jit.spmm, args), pieces)
 
 
 def _blocks(f: int, widest: int) -> list[tuple[int, int, int]]:
@@ -243,7 +243,7 @@ def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
     if k and f:
         parts = threads.width() if k * f >= GRAIN else 1
         args = (flat(target), positions, flat(src), f)
-        work = ready(core_jit.scatter_add, args, 2)
+        work = ready(core_jit.scatter_add, args)
         threads.run(work, [(part, parts) for part in range(parts)])
     return core_ops.deliver(target, out)
 
@@ -387,13 +387,13 @@ def describe() -> dict[str, object]:
 def over_rows(loop: Any, args: tuple[Any, ...], rows: int, width: int) -> None:
     """Runs a loop over ranges of rows in parallel, each row with `width` numbers."""
     if rows and width:
-        threads.run_split(ready(loop, args, 2), rows, GRAIN // width)
+        threads.run_split(ready(loop, args), rows, GRAIN // width)
 
 
 def _over_segments(loop: Any, args: tuple[Any, ...], rowptr: Array, width: int) -> None:
     """Runs a loop over rows of a CSR matrix in parallel, each edge with `width` numbers."""
     if width and len(rowptr) > 1:
-        threads.run(ready(loop, args, 2), _pieces(rowptr, width))
+        threads.run(ready(loop, args), _pieces(rowptr, width))
 
 
 def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:

@@ -60,7 +60,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_ops.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
-    threads.run_split(ready(loops.count_positive, args, 2), len(count), 1 << 12)
+    threads.run_split(ready(loops.count_positive, args), len(count), 1 << 12)
     return count
 
 
@@ -76,7 +76,7 @@ def draw(
     entry, left = _empty_draws(ptr)
     rows, draws = (_long(rowptr), _long(value), _long(count)), (_long(keys), _long(ptr))
     args = rows, draws, replace, (entry.numpy(), left.numpy())
-    threads.run_split(ready(loops.draw, args, 2), len(keys), 1)
+    threads.run_split(ready(loops.draw, args), len(keys), 1)
     return entry, left
 
 
@@ -118,7 +118,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_ops.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
-    threads.run_split(ready(loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
+    threads.run_split(ready(loops.normalize_rows, args), len(rowptr) - 1, 1 << 12)
     return out
 
 
@@ -137,7 +137,7 @@ def layer_weights(
 
     def run(value: Tensor) -> int:
         others: list[int] = []
-        work = ready(loops.layer_weights, (*graph, (*out, value.numpy())), 2)
+        work = ready(loops.layer_weights, (*graph, (*out, value.numpy())))
         threads.run_split(lambda b, e: others.append(work(b, e)), m, 1 << 12)
         return sum(others)
 
@@ -151,7 +151,7 @@ def layer_weights(
 
 def _over_rows(loop: Any, args: tuple[Any, ...], m: int) -> list[Tensor]:
     """Runs a loop that returns arrays over ranges of rows, and joins them."""
-    work: Callable[..., Any] = ready(loop, args, 2)
+    work: Callable[..., Any] = ready(loop, args)
     pieces = threads.split(m, 8 * threads.width() if threads.width() > 1 else 1)
     found: list[Any] = [None] * len(pieces)
 

@@ -198,7 +198,7 @@ class Sampler:
     def write_pairs(relation: Relation, entry: Array, words: Tensor, at: int) -> None:
         """Writes the source and id of each entry into a message, from word `at` on."""
         args = (relation.row.numpy(), entry, words.numpy(), at)
-        threads.run_split(ready(loops.write_pairs, args, 2), len(entry), GRAIN)
+        threads.run_split(ready(loops.write_pairs, args), len(entry), GRAIN)
 
     @staticmethod
     def locate(
@@ -455,7 +455,7 @@ def draw_rows(
     weight = None if relation.weight is None else relation.weight.numpy()
     start = np.empty(len(low) + 1, np.int64)
     args = (low, high, weight, frontier.fan_out, frontier.replace, start)
-    threads.run_split(ready(loops.count, args, 2), len(low), GRAIN)
+    threads.run_split(ready(loops.count, args), len(low), GRAIN)
     total = ready(loops.add_up, (start,))()
     if total < 0:
         raise UnweightedNode(0, int(frontier.node[-1 - total]))
@@ -468,11 +468,11 @@ def draw_rows(
     entries, to = (relation.row.numpy(), relation.stride), (position, at)
     how = nodes, stream, frontier.replace
     if frontier.labor:
-        draw = ready(loops.draw_labor, (nodes, entries, weight, to), 2)
+        draw = ready(loops.draw_labor, (nodes, entries, weight, to))
     elif weight is None:
-        draw = ready(loops.draw, (*how, to), 2)
+        draw = ready(loops.draw, (*how, to))
     else:
-        draw = ready(loops.draw_weighted, (*how, entries, weight, to), 2)
+        draw = ready(loops.draw_weighted, (*how, entries, weight, to))
     threads.run_split(draw, len(keys), 1)
     return start, position, at
 
@@ -484,7 +484,7 @@ def _bounds(
     count = frontier.place.numel()
     low, high = np.empty((2, count), np.int64)
     args = (relation.colptr.numpy(), frontier.place.numpy(), low, high)
-    threads.run_split(ready(loops.bounds, args, 2), count, GRAIN)
+    threads.run_split(ready(loops.bounds, args), count, GRAIN)
     time = clock if relation.time is None else relation.time
     if frontier.max_time is None or time is None:
         return low, high
@@ -492,7 +492,7 @@ def _bounds(
     keep = frontier.fan_out if frontier.latest else -1
     limits = frontier.max_time.numpy(), keep
     narrow = (entries, (time.numpy(), timed), *limits, (low, high))
-    threads.run_split(ready(loops.narrow, narrow, 2), count, GRAIN)
+    threads.run_split(ready(loops.narrow, narrow), count, GRAIN)
     return low, high
 
 
@@ -526,7 +526,7 @@ class RankSelect:
         ids = ids.long().contiguous()
         out = torch.empty_like(ids)
         args = (*self._bits, ids.numpy(), out.numpy())
-        find = ready(core_jit.find_places, args, integers=2)
+        find = ready(core_jit.find_places, args)
         threads.run_split(find, len(ids), GRAIN)
         return out
 
@@ -561,5 +561,5 @@ def take_rows(values: Tensor, index: Tensor, out: Tensor) -> None:
     step = width // word.itemsize
     if step:
         args = (flat[0], step), place, (flat[1], step), step
-        copy = ready(loops.gather, args, 2)
+        copy = ready(loops.gather, args)
         threads.run_split(copy, len(place), ROWS // step)
