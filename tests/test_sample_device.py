@@ -666,10 +666,10 @@ def test_a_frontier_of_more_than_2_to_31_nodes():
     found = []
     for at in (0, 2**31):
         columns = [[7, 8, 9], [0] * nodes, [size] * nodes, [0, draws, 2 * draws, 240]]
-        node, low, high, start = (untouched(at + 4, c, at) for c in columns)
+        rows = (untouched(at + 4, c, at) for c in columns)
         ends = np.array([at, at + nodes])
         out, keys = np.empty(nodes * draws, np.int64), np.array([0, 5], np.uint64)
-        sample_jit.draw(keys, ends, node, None, low, high, start, False, out, 0, 1, 2)
+        sample_jit.draw((keys, ends, *rows), None, False, (out, 0), 1, 2)
         assert all(len(set(row)) == draws for row in out.reshape(nodes, draws))
         found.append(out)
     assert np.array_equal(*found)

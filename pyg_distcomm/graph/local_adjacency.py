@@ -81,19 +81,30 @@ class GroupedEdges:
         range, and perhaps not sorted.
         """
         source, target = edge_index[0], edge_index[1]
-        if not target.is_cpu:
-            return _build_on_device(source, target, num_sources, num_targets, checked)
-        if target.numel():
-            least, most = (
-                torch.stack([t.aminmax().min for t in (source, target)]),
-                [int(t.max()) for t in (source, target)],
-            )
-            if int(least.min()) < 0 or most[0] >= num_sources or most[1] >= num_targets:
+        host, count = target.is_cpu, target.numel()
+        grouped = not count
+        if count and (host or not checked):
+            rises = (target[1:] >= target[:-1]).all().to(target.dtype)
+            ends = [*source.aminmax(), *target.aminmax(), rises]
+            least, most, first, last, rising = torch.stack(ends).tolist()
+            if min(least, first) < 0 or most >= num_sources or last >= num_targets:
                 return None
-        grouped = bool((target[1:] >= target[:-1]).all())
-        rowptr, col, order = kernels.coo_to_csr(target, source, num_targets)
-        pattern = Pattern(rowptr, col.to(rowptr.dtype), num_sources)
-        return GroupedEdges(pattern, None if grouped else order.long())
+            grouped = bool(rising)
+        order, kind = None, offset_dtype(count)
+        if host:
+            rowptr, source, order = kernels.coo_to_csr(target, source, num_targets)
+            order = None if grouped else order.long()
+        else:
+            if not grouped:
+                target, order = torch.sort(target, stable=True)
+                source = source.index_select(0, order)
+            bounds = torch.arange(num_targets + 1, device=target.device).to(
+                target.dtype
+            )
+            rowptr = torch.searchsorted(target.contiguous(), bounds).to(kind)
+            note_span(rowptr, 0, count)
+        col = source.to(kind).contiguous()
+        return GroupedEdges(Pattern(rowptr, col, num_sources, not host), order)
 
     @property
     def num_targets(self) -> int:
@@ -195,30 +206,6 @@ class GroupedEdges:
                     degree, output_size=self.pattern.nnz
                 )
         return self._means[dtype]
-
-
-def _build_on_device(
-    source: Tensor, target: Tensor, num_sources: int, num_targets: int, checked: bool
-) -> GroupedEdges | None:
-    """Builds the CSR form on a device; synchronises once unless `checked`."""
-    grouped = not target.numel()
-    if target.numel() and not checked:
-        rises = (target[1:] >= target[:-1]).all().to(target.dtype)
-        ends = [*source.aminmax(), *target.aminmax(), rises]
-        least, most, first, last, rising = torch.stack(ends).tolist()
-        if min(least, first) < 0 or most >= num_sources or last >= num_targets:
-            return None
-        grouped = bool(rising)
-    order = None
-    if not grouped:
-        target, order = torch.sort(target, stable=True)
-        source = source.index_select(0, order)
-    kind = offset_dtype(target.numel())
-    bounds = torch.arange(num_targets + 1, device=target.device, dtype=target.dtype)
-    rowptr = torch.searchsorted(target.contiguous(), bounds).to(kind)
-    note_span(rowptr, 0, target.numel())
-    pattern = Pattern(rowptr, source.to(kind).contiguous(), num_sources, checked=True)
-    return GroupedEdges(pattern, order)
 
 
 @dataclass(eq=False)

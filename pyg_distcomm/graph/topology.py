@@ -737,17 +737,9 @@ class Topology:
         """Returns the same edges on another device, where plans are made again."""
         if device == self.device:
             return self
-        return Topology(
-            self.source_gid,
-            self.target_gid,
-            self.nodes,
-            self.edges,
-            self.halo,
-            device,
-            self.sources,
-            self.ordering,
-            link=self.link,
-        )
+        seen: Any = weakref.WeakKeyDictionary()
+        fresh: Any = {"constants": ProductCache(), "_plans": {}, "compared": seen}
+        return replace(self, device=device, **fresh)
 
 
 def _ends_on(device: torch.device, *numbering: Any) -> Tensor:

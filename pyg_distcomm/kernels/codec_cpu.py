@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels import memory
-from pyg_distcomm.kernels.codec_ops import LEAST, META, WIDEST, Noise, rest_begins
-from pyg_distcomm.kernels.compile import Array, jit, ready
+from pyg_distcomm.kernels.codec_ops import (
+    LEAST,
+    META,
+    WIDEST,
+    Noise,
+    rest_begins,
+    size_of,
+)
+from pyg_distcomm.kernels.compile import Array, Matrix, jit, ready
 from pyg_distcomm.kernels.core_cpu import (
     GRAIN,
     check_index,
-    deliver,
     flat,
     over_rows,
     row_strided,
@@ -27,17 +33,25 @@ from pyg_distcomm.kernels.core_cpu import (
     writable,
 )
 from pyg_distcomm.kernels.core_jit import hash_row, word
+from pyg_distcomm.kernels.core_ops import deliver
 
 MOST = float(np.finfo(np.float32).max)
 UNIT = 2.0**16  # parts of a step, the grain of random rounding
-Rows = tuple[Array, int, "Array | None"]  # storage, row stride, which rows
+Rows = tuple[Matrix, "Array | None"]  # a matrix, and which rows of it
+Numbers = tuple[
+    Array, Array, int
+]  # numbers, the integers of their bits, the row stride
+Levels = tuple[Array, Array, Array]  # what leads rows, their minimum and step
+Parts = tuple[
+    Array, Array, Array
+]  # what leads rows, their codes, the rest of constants
 
 
 def quantise_wide(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int:
     """Runs `codec_ops.quantise_wide`, groups of rows in parallel."""
-    m, f = _size(x, index)
+    m, f = size_of(x, index)
     if not m * f:
         out.zero_()
         return -1
@@ -60,7 +74,7 @@ class Quantiser:
     def __init__(
         self, x: Tensor, index: Tensor | None, bits: int, gid: Tensor | None
     ) -> None:
-        self._height, self._bits, self._size = len(x), bits, _size(x, index)
+        self._height, self._bits, self._size = len(x), bits, size_of(x, index)
         self._at = None if index is None else vector(index)
         self._gid = None if gid is None else vector(gid)
         if self._at is not None:
@@ -68,8 +82,6 @@ class Quantiser:
         m, f = self._size
         self._codes = META * m
         self._end = rest_begins(m, f, bits)
-        out = torch.empty(self._end + META, dtype=torch.uint8)
-        ready(quantise, self._arguments(x, 0, out), 2)
 
     def _arguments(self, x: Tensor, key: int, out: Tensor) -> tuple[Any, ...]:
         (m, f), codes, end = self._size, self._codes, self._end
@@ -78,9 +90,9 @@ class Quantiser:
         ld, span = x.stride(0), (len(x) - 1) * x.stride(0) + f
         flat, message = x.as_strided((span,), (1,)).numpy(), out.numpy()
         parts = message[:codes], message[codes:end], message[end:]
-        numbers = flat, flat.view(f"int{8 * flat.itemsize}"), ld, self._at, f, m
+        numbers = flat, flat.view(f"int{8 * flat.itemsize}"), ld
         bad = np.empty(-(-m // 8), np.int64)
-        return (*numbers, self._bits, key, self._gid, *parts, bad)
+        return numbers, self._at, (m, f), self._bits, key, self._gid, parts, bad
 
     def __call__(self, x: Tensor, key: int, out: Tensor) -> int:
         """Writes rows of `x` to `out`; returns the first that cannot be written, or -1."""
@@ -105,8 +117,7 @@ def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
     m, f = out.shape
     target = writable(out, len(out), out)
     if m * f:
-        storage, ld, _ = _rows(target, None)
-        args = (*_parts(message, m, f, bits), f, m, bits, storage, ld)
+        args = (_parts(message, m, f, bits), (m, f), bits, flat(target))
         _run(dequantise, args, m, f)
     return deliver(target, out)
 
@@ -132,9 +143,9 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
     """Runs `codec_ops.take_columns`, rows in parallel."""
-    (m, _), count = _size(x, index), len(columns)
+    (m, _), count = size_of(x, index), len(columns)
     out = memory.empty((m, count), x.dtype)
-    args = (*_rows(x, index), vector(columns), count, out.view(-1).numpy())
+    args = (*_rows(x, index), vector(columns), out.view(-1).numpy())
     over_rows(copy_columns, args, m, count)
     return out
 
@@ -143,9 +154,8 @@ def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor
     """Runs `codec_ops.put_columns`, rows in parallel."""
     m, f = out.shape
     target = writable(out, len(out), out)
-    storage, ld, _ = _rows(target, None)
-    factor = storage.dtype.type(scale)
-    args = (vector(y.view(-1)), vector(columns), len(columns), factor, storage, ld, f)
+    numbers = vector(y.view(-1))
+    args = numbers, vector(columns), numbers.dtype.type(scale), flat(target), f
     over_rows(spread_columns, args, m, f)
     return deliver(target, out)
 
@@ -155,23 +165,18 @@ def _run(loop: Any, args: tuple[Any, ...], rows: int, width: int) -> None:
     over_rows(loop, args, -(-rows // 8), 8 * width)
 
 
-def _size(x: Tensor, index: Tensor | None) -> tuple[int, int]:
-    return len(x) if index is None else len(index), x.size(1)
-
-
 def _rows(x: Tensor, index: Tensor | None) -> Rows:
-    """Returns the storage under a matrix as a vector, its row stride, and which rows."""
+    """Returns a matrix as loops take it, and which of its rows."""
     if index is None:
-        return (*flat(x), None)
+        return flat(x), None
     at = vector(index)
     check_index(at, len(x))
     if row_strided(x):
-        return (*flat(x), at)
-    return (*flat(x.detach().index_select(0, index)), None)  # not all rows of x
+        return flat(x), at
+    return flat(x.detach().index_select(0, index)), None  # not all rows of x
 
 
-def _parts(message: Tensor, rows: int, width: int, bits: int) -> tuple[Array, ...]:
-    """Returns what leads the rows, their codes, and the rest of constants if any."""
+def _parts(message: Tensor, rows: int, width: int, bits: int) -> Parts:
     flat, end = message.numpy(), rest_begins(rows, width, bits)
     return flat[: META * rows], flat[META * rows : end], flat[end:]
 
@@ -181,15 +186,14 @@ def _parts(message: Tensor, rows: int, width: int, bits: int) -> tuple[Array, ..
 
 @jit
 def copy_columns(
-    x: Array,
-    ld: int,
+    rows: Matrix,
     index: Array | None,
     columns: Array,
-    count: int,
     out: Array,
     begin: int,
     end: int,
 ) -> None:
+    (x, ld), count = rows, len(columns)
     for r in range(begin, end):
         at = ld * (r if index is None else np.int64(index[r]))
         for j in range(count):
@@ -201,14 +205,13 @@ def copy_columns(
 def spread_columns(
     y: Array,
     columns: Array,
-    count: int,
     scale: Any,
-    out: Array,
-    ld: int,
+    target: Matrix,
     f: int,
     begin: int,
     end: int,
 ) -> None:
+    (out, ld), count = target, len(columns)
     for r in range(begin, end):
         at = r * ld
         for c in range(f):
@@ -326,52 +329,41 @@ def draw_noise(key: int, gid: int, words: Array, count: int) -> None:
 
 
 @jit
-def nearest(
-    x: Array, at: Any, f: Any, z: Any, inverse: Any, top: Any, q: Array, to: Any
-) -> None:
-    for c in range(f):
-        t = np.rint((x[np.uint64(at + c)] - z) * inverse)
-        q[np.uint64(to + c)] = np.uint8(min(np.int32(t), np.int32(top)))
-
-
-@jit
-def either(
+def round_row(
     x: Array,
     at: Any,
     f: Any,
-    z: Any,
-    inverse: Any,
+    level: tuple[Any, Any, Any],
     top: Any,
-    noise: Array,
-    scale: Any,
+    noise: Array | None,
     q: Array,
     to: Any,
 ) -> None:
-    """Rounds up with the chance of the fraction, else down; `noise` has 16 bits each."""
+    """Rounds to the nearest code, or up with the chance of the fraction, else down.
+
+    `level` is z, 1 / D and UNIT in the type to compute in; `noise` has 16 bits each.
+    """
+    z, inverse, unit = level
     for c in range(f):
         t = (x[np.uint64(at + c)] - z) * inverse
-        whole = np.int32(np.rint(t * scale)) + np.int32(noise[np.uint64(c)])
-        code = np.int32(whole) >> np.int32(16)
+        if noise is None:
+            code = np.int32(np.rint(t))
+        else:
+            whole = np.int32(np.rint(t * unit)) + np.int32(noise[np.uint64(c)])
+            code = np.int32(whole) >> np.int32(16)
         q[np.uint64(to + c)] = np.uint8(min(np.int32(code), np.int32(top)))
 
 
 @jit
 def find_levels(
-    x: Array,
-    xi: Array,
-    start: Array,
-    f: Any,
-    top: Any,
-    low: Array,
-    step: Array,
-    meta: Array,
-    first: Any,
+    numbers: Numbers, start: Array, f: Any, top: Any, levels: Levels, first: Any
 ) -> int:
     """Finds minimum and step of the rows that begin at `start`, and writes them.
 
     Fills `low` and `step` in float64. A step of 0 means a row of the number `low`, and
     one below 0 a row that cannot be written. Returns the first such row, or -1.
     """
+    (x, xi, _), (meta, low, step) = numbers, levels
     pair, number = np.empty(16, x.dtype), np.empty(1, np.float32)
     bits, number_bits = pair.view(xi.dtype), number.view(np.int32)
     rest = xi.dtype.type((np.uint64(1) << np.uint64(8 * x.itemsize - 1)) - np.uint64(1))
@@ -401,27 +393,23 @@ def find_levels(
 
 @jit
 def quantise(
-    x: Array,
-    xi: Array,
-    ld: int,
+    numbers: Numbers,
     index: Array | None,
-    f: int,
-    rows: int,
+    shape: tuple[int, int],
     bits: int,
     key: int,
     gid: Array | None,
-    meta: Array,
-    out: Array,
-    tail: Array,
+    parts: Parts,
     bad: Array,
     begin: int,
     end: int,
 ) -> None:
-    """Writes groups begin .. end-1 of eight rows; `xi` are the bits of `x`."""
+    """Writes groups begin .. end-1 of eight rows."""
+    (x, _, ld), (rows, f), (meta, out, tail) = numbers, shape, parts
     words = np.zeros(f, np.uint64)
     codes = words.view(np.uint8)
     noise = np.empty((f + 3) // 4, np.uint64)
-    quarters = noise.view(np.uint16)
+    quarters = None if gid is None else noise.view(np.uint16)
     start, low, step = np.empty(8, np.int64), np.empty(8), np.empty(8)
     kind, top = x.dtype.type, 2**bits - 1
     for g in range(begin, end):
@@ -429,7 +417,8 @@ def quantise(
         for k in range(count):
             r = 8 * g + k
             start[k] = ld * (r if index is None else np.int64(index[r]))
-        bad[g] = find_levels(x, xi, start[:count], f, top, low, step, meta, 8 * g)
+        levels = meta, low, step
+        bad[g] = find_levels(numbers, start[:count], f, top, levels, 8 * g)
         if len(tail):
             tail[32 * g : 32 * g + 4 * count] = 0
         for k in range(count):
@@ -437,22 +426,17 @@ def quantise(
             if d <= 0.0:
                 codes[to : to + f] = 0
                 if d == 0.0:
-                    same(z, x.itemsize, bits, f, codes, to, meta, tail, 8 * g + k)
+                    same(z, x.itemsize, bits, f, codes, to, parts, 8 * g + k)
                 continue
             inverse = 1.0 / d  # for this row alone: it is not sent
-            wide = d * top > WIDEST or d < LEAST
-            if gid is None:
-                if wide:
-                    nearest(x, at, f, z, inverse, top, codes, to)
-                else:
-                    nearest(x, at, f, kind(z), kind(inverse), top, codes, to)
-            else:
+            if gid is not None:
                 draw_noise(key, gid[8 * g + k], noise, len(noise))
-                if wide:
-                    either(x, at, f, z, inverse, top, quarters, UNIT, codes, to)
-                else:
-                    near, unit = kind(inverse), kind(UNIT)
-                    either(x, at, f, kind(z), near, top, quarters, unit, codes, to)
+            if d * top > WIDEST or d < LEAST:
+                level = z, inverse, UNIT
+                round_row(x, at, f, level, top, quarters, codes, to)
+            else:
+                near = kind(z), kind(inverse), kind(UNIT)
+                round_row(x, at, f, near, top, quarters, codes, to)
         codes[count * f :] = 0
         pack_group(codes, words, bits, out, g * f * bits)
 
@@ -473,11 +457,11 @@ def same(
     f: Any,
     codes: Array,
     to: Any,
-    meta: Array,
-    tail: Array,
+    parts: Parts,
     r: Any,
 ) -> None:
     """Writes a row of one and the same number."""
+    meta, _, tail = parts
     if size == 8:
         wide = np.empty(1, np.float64)
         wide[0] = value
@@ -499,18 +483,15 @@ def same(
 
 @jit
 def dequantise(
-    meta: Array,
-    packed: Array,
-    tail: Array,
-    f: int,
-    rows: int,
+    parts: Parts,
+    shape: tuple[int, int],
     bits: int,
-    out: Array,
-    ld: int,
+    target: Matrix,
     begin: int,
     end: int,
 ) -> None:
     """Reads groups begin .. end-1 of eight rows."""
+    (meta, packed, tail), (rows, f), (out, ld) = parts, shape, target
     words = np.zeros(f, np.uint64)
     codes = words.view(np.uint8)
     number = np.empty(1, np.float32)

@@ -21,8 +21,10 @@ from pyg_distcomm.kernels.codec_ops import (
     REALS,
     Noise,
     rest_begins,
+    size_of,
 )
-from pyg_distcomm.kernels.core_cuda import deliver, hashes, rows_of
+from pyg_distcomm.kernels.core_cuda import hashes, rows_of
+from pyg_distcomm.kernels.core_ops import deliver
 from pyg_distcomm.kernels.registry import FLOATS
 
 
@@ -269,7 +271,7 @@ def quantise_wide(
     x: Tensor, index: Tensor | None, bits: int, noise: Noise | None, out: Tensor
 ) -> int | Tensor:
     """Runs `codec_ops.quantise_wide`; the host waits for nothing."""
-    m, f = _size(x, index)
+    m, f = size_of(x, index)
     if not m * f:
         out.zero_()
         return -1
@@ -304,8 +306,8 @@ def quantise_wide(
         BYTES=some,
         enable_fp_fusion=False,
     )
-    row = torch.arange(m, device=x.device).masked_fill(~bad, m)
-    return _first(row.amin(), m)
+    row = torch.arange(m, device=x.device).masked_fill(~bad, m).amin()
+    return row.masked_fill(row >= m, -1)
 
 
 def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
@@ -356,7 +358,7 @@ def take_columns(x: Tensor, index: Tensor | None, columns: Tensor) -> Tensor:
     """Runs `codec_ops.take_columns`."""
     if x.dtype not in REALS:
         return codec_ops.take_columns.definition(x, index, columns)
-    (m, _), count = _size(x, index), len(columns)
+    (m, _), count = size_of(x, index), len(columns)
     out = x.new_empty(m, count)
     if out.numel():
         words = _words(x)
@@ -383,14 +385,6 @@ def put_columns(y: Tensor, columns: Tensor, scale: float, out: Tensor) -> Tensor
         )
         deliver(home, out)
     return out
-
-
-def _first(row: Tensor, rows: int) -> Tensor:
-    return row.masked_fill(row >= rows, -1)
-
-
-def _size(x: Tensor, index: Tensor | None) -> tuple[int, int]:
-    return len(x) if index is None else len(index), x.size(1)
 
 
 def _words(x: Tensor) -> Tensor:

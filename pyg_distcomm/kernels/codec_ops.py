@@ -78,19 +78,20 @@ def quantise(
     Returns the first row that could not be written, or -1: on a device as a tensor, where
     nothing has to wait for it.
     """
-    wanted = message_bytes(_count(x, index), x.size(1), bits, x.element_size())
+    count, width = size_of(x, index)
+    wanted = message_bytes(count, width, bits, x.element_size())
     if out.dtype != torch.uint8 or out.shape != (wanted,) or not out.is_contiguous():
         raise ValueError(
             f"out must be {wanted} contiguous bytes, got {list(out.shape)} of {out.dtype}"
         )
-    if noise is not None and len(noise[1]) != _count(x, index):
+    if noise is not None and len(noise[1]) != count:
         raise ValueError(
-            f"noise must name each of the {_count(x, index)} rows, got {len(noise[1])}"
+            f"noise must name each of the {count} rows, got {len(noise[1])}"
         )
     if x.dtype in FLOATS:
         return quantise_wide(x, index, bits, noise, out)
     bad: int | Tensor = -1
-    for rows, meta, packed in _blocks(_count(x, index), x, bits):
+    for rows, meta, packed in _blocks(count, x, bits):
         some = x[rows] if index is None else x[index[rows].long()]
         drawn = None if noise is None else (noise[0], noise[1][rows])
         sizes = len(out[meta]), len(out[packed])
@@ -342,5 +343,6 @@ def _blocks(rows: int, x: Tensor, bits: int) -> Iterator[tuple[slice, slice, sli
         yield slice(begin, end), slice(META * begin, META * end), slice(first, last)
 
 
-def _count(x: Tensor, index: Tensor | None) -> int:
-    return len(x) if index is None else len(index)
+def size_of(x: Tensor, index: Tensor | None) -> tuple[int, int]:
+    """Returns the shape of the rows that are coded."""
+    return len(x) if index is None else len(index), x.size(1)

@@ -23,16 +23,16 @@ import itertools
 import os
 import platform
 import stat
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import llvmlite
 import numba
-import numpy as np
 from filelock import FileLock
 from llvmlite import ir
 from numba import njit, types
@@ -41,6 +41,11 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.extending import intrinsic
 
 Array: TypeAlias = Any  # of one dimension, contiguous
+Matrix: TypeAlias = tuple[
+    Array, int
+]  # the memory of rows, and the distance between them
+Heads: TypeAlias = tuple[Array, int, int]  # and between the heads of a row
+Edges: TypeAlias = tuple[Array, Array]  # offsets and columns of a CSR matrix
 Builder: TypeAlias = Any  # llvmlite.ir.IRBuilder, which has no types
 Emitted = tuple[Any, Callable[..., Any]]
 Loop = TypeVar("Loop", bound=Callable[..., Any])
@@ -64,6 +69,8 @@ def digest(*versions: str) -> str:
 # see [Note: the key of cached code]
 SOURCES = digest(platform.python_version(), numba.__version__, llvmlite.__version__)
 
+_compiling = threading.local()  # whether this thread compiles a loop
+
 # Loops --------------------------------------------------------------------------------
 
 
@@ -74,7 +81,7 @@ def jit(loop: Loop) -> Loop:
     the loop is kept in memory only.
     """
     compiled: Any = njit(nogil=True, error_model="numpy")(loop)
-    compiled.ready_for = set()  # the argument types that it has been compiled for
+    compiled.compile = partial(_compile_in_thread, compiled, compiled.compile)
     try:
         cache = KernelCache(loop)
     except RuntimeError:  # no folder
@@ -101,29 +108,9 @@ def reordering(loop: Loop) -> Loop:
     return cast(Loop, compiled)
 
 
-def ready(loop: Any, args: tuple[Any, ...], integers: int = 0) -> Callable[..., Any]:
-    """Compiles a loop for ``args`` and ``integers`` more int64, and binds ``args`` to it."""
-    key = tuple([_type_key(arg) for arg in args])
-    if key not in loop.ready_for:
-        signature = [numba.typeof(arg) for arg in args] + [numba.int64] * integers
-        _compile_in_thread(loop, tuple(signature))
-        loop.ready_for.add(key)
+def ready(loop: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+    """Binds the first arguments of a loop."""
     return partial(loop, *args)
-
-
-def entry(loop: Loop) -> Loop:
-    """Declares a loop that Python calls directly, without `ready`."""
-    compiled: Any = jit(loop)
-
-    @wraps(loop)
-    def call(*args: Any) -> Any:
-        signature = tuple(numba.typeof(arg) for arg in args)
-        if signature not in compiled.ready_for:
-            _compile_in_thread(compiled, signature)
-            compiled.ready_for.add(signature)
-        return compiled(*args)
-
-    return cast(Loop, call)
 
 
 def cache_folder(loop: Any) -> str | None:
@@ -131,29 +118,29 @@ def cache_folder(loop: Any) -> str | None:
     return loop.stats.cache_path
 
 
-def _type_key(arg: Any) -> object:
-    """Returns a key of the type that Numba compiles an argument for."""
-    if isinstance(arg, np.ndarray):
-        return arg.dtype.num  # a hash of the type itself takes longer
-    return -1 - len(arg) if isinstance(arg, tuple) else type(arg)
-
-
-def _compile_in_thread(loop: Any, signature: tuple[Any, ...]) -> None:
+def _compile_in_thread(
+    loop: Any, make: Callable[..., Any], signature: tuple[Any, ...]
+) -> Any:
     """Compiles in a thread of its own; see [Note: compiled in its own thread]."""
+    if getattr(_compiling, "here", False):  # a loop that another one calls
+        return make(signature)
     with ThreadPoolExecutor(1) as own:
         try:
-            done = own.submit(_compile, loop, signature)
+            done = own.submit(_compile, loop, make, signature)
         except RuntimeError:  # the interpreter shuts down and starts no more threads
-            return _compile(loop, signature)
+            return _compile(loop, make, signature)
     return done.result()
 
 
-def _compile(loop: Any, signature: tuple[Any, ...]) -> None:
-    folder = cache_folder(loop)
-    if folder is not None and loop._cache.has(signature, loop.targetctx):
-        return loop.compile(signature)  # reads the cache, without waiting for the lock
-    with _cache_lock(folder):
-        loop.compile(signature)
+def _compile(loop: Any, make: Callable[..., Any], signature: tuple[Any, ...]) -> Any:
+    folder, _compiling.here = cache_folder(loop), True
+    try:
+        if folder is not None and loop._cache.has(signature, loop.targetctx):
+            return make(signature)  # reads the cache, without waiting for the lock
+        with _cache_lock(folder):
+            return make(signature)
+    finally:
+        _compiling.here = False
 
 
 @contextlib.contextmanager

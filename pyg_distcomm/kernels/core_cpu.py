@@ -29,7 +29,7 @@ LAST_CACHE = 1 << 25  # bytes of a typical last-level cache
 WIDEST = 256  # bytes of a block of columns: half the registers of AVX2
 
 Array = NDArray[Any]
-Matrix = tuple[Array, Array, Array | None]  # rowptr, col, value
+Sparse = tuple[tuple[Array, Array], Array | None]  # offsets and columns, and values
 
 
 def spmm(
@@ -44,11 +44,12 @@ def spmm(
     target = writable(out, rowptr.numel() - 1, x)
     if target.numel():
         weight = None if value is None else vector(value.to(x.dtype)).reshape(-1)
-        matrix = vector(rowptr), vector(col), weight
-        edges = int(matrix[0][-1]) - int(matrix[0][0])
+        pointers = vector(rowptr)
+        matrix = (pointers, vector(col)), weight
+        edges = int(pointers[-1]) - int(pointers[0])
         multiply = _multiply_panels if _panels_pay(x, edges) else _multiply
         multiply(matrix, x, target, accumulate)
-    return deliver(target, out)
+    return core_ops.deliver(target, out)
 
 
 def _panels_pay(x: Tensor, edges: int) -> bool:
@@ -64,29 +65,29 @@ def _panels_pay(x: Tensor, edges: int) -> bool:
     return n * f * size >= LAST_CACHE and f * size >= 4 * PANEL and edges >= 8 * n
 
 
-def _multiply_panels(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -> None:
+def _multiply_panels(matrix: Sparse, x: Tensor, out: Tensor, accumulate: bool) -> None:
     """Multiplies a panel of columns at a time; what fills no panel goes directly."""
     n, f = x.shape
     wide = PANEL // x.element_size()
     panel = memory.empty((n, wide), x.dtype)
-    x_flat, x_ld = flat(x)
+    rows = flat(x)
     for at in range(0, f - f % wide, wide):
-        args = (x_flat, x_ld, at, wide, panel.view(-1).numpy())
+        args = (rows, at, wide, panel.view(-1).numpy())
         over_rows(core_jit.pack, args, n, wide)
         _multiply(matrix, panel, out[:, at : at + wide], accumulate)
     if f % wide:
         _multiply(matrix, x[:, -(f % wide) :], out[:, -(f % wide) :], accumulate)
 
 
-def _multiply(matrix: Matrix, x: Tensor, out: Tensor, accumulate: bool) -> None:
+def _multiply(matrix: Sparse, x: Tensor, out: Tensor, accumulate: bool) -> None:
     """Multiplies a block of columns at a time, as many as fit in registers."""
     heads = x.size(1) if x.dim() > 2 else None
-    arrays = (*matrix, heads, *_heads(x), *_heads(out), accumulate)
-    pieces = _pieces(matrix[0], (heads or 1) * x.size(-1))
+    arrays = (*matrix, heads, _heads(x), _heads(out), accumulate)
+    pieces = _pieces(matrix[0][0], (heads or 1) * x.size(-1))
     for at, lanes, keep in _blocks(x.size(-1), WIDEST // x.element_size()):
         width = (0,) * (lanes * x.element_size()).bit_length()
-        args = (width[1:], *arrays, at, at, lanes, keep if accumulate else lanes)
-        threads.run(ready(core_jit.spmm, args, 2), pieces)
+        args = (width[1:], *arrays, (at, lanes, keep if accumulate else lanes))
+        threads.run(ready(core_jit.spmm, args), pieces)
 
 
 def _blocks(f: int, widest: int) -> list[tuple[int, int, int]]:
@@ -111,8 +112,8 @@ def sddmm(rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor) -> Tensor:
     edges = int(pointers[-1]) - int(pointers[0])
     out = memory.empty((edges, *x.shape[1:-1]), x.dtype)
     if f and out.numel():
-        matrix = pointers, vector(col), heads
-        args = (*matrix, *_heads(g), *_heads(x), out.view(-1).numpy(), f)
+        edges_of = pointers, vector(col)
+        args = (edges_of, heads, _heads(g), _heads(x), out.view(-1).numpy(), f)
         _over_segments(core_jit.sddmm, args, pointers, (heads or 1) * f)
         return out
     return out.zero_()
@@ -135,17 +136,17 @@ def pair_scores(
     heads, f = a.shape
     out = x.new_zeros(int(rowptr[-1]), heads)
     if out.numel():
-        pointers, flats = vector(rowptr), [_whole(t) for t in (g, x, a)]
-        args = (
-            pointers,
-            vector(col),
-            *flats,
-            np.dtype(flats[0].dtype).type(slope),
-            _whole(out),
-        )
-        args = (*args, heads, f)
-        _over_segments(core_jit.pair_scores, args, pointers, heads * f)
+        edges, pairs = _pairs(rowptr, col, g, x, a, slope)
+        args = edges, pairs, _whole(out), (heads, f)
+        _over_segments(core_jit.pair_scores, args, edges[0], heads * f)
     return out
+
+
+def _pairs(
+    rowptr: Tensor, col: Tensor, g: Tensor, x: Tensor, a: Tensor, slope: float
+) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
+    flats = [_whole(t) for t in (g, x, a)]
+    return (vector(rowptr), vector(col)), (*flats, flats[0].dtype.type(slope))
 
 
 def pair_scores_grad(
@@ -163,10 +164,9 @@ def pair_scores_grad(
     out = memory.empty_rows(g, len(g))
     by_a = memory.empty_rows(g, len(g) if both else 0)
     if out.numel():
-        pointers, flats = vector(rowptr), [_whole(t) for t in (g, x, a)]
-        args = pointers, vector(col), *flats, np.dtype(flats[0].dtype).type(slope)
-        args = (*args, *map(_whole, (by, out, by_a)), heads, f)
-        _over_segments(core_jit.pair_scores_grad, args, pointers, heads * f)
+        edges, pairs = _pairs(rowptr, col, g, x, a, slope)
+        args = edges, pairs, (_whole(by), _whole(out), _whole(by_a)), (heads, f)
+        _over_segments(core_jit.pair_scores_grad, args, edges[0], heads * f)
     return out, by_a.sum(0) if both else None
 
 
@@ -201,7 +201,7 @@ def segment_max(rowptr: Tensor, col: Tensor, x: Tensor) -> Tensor:
     """Runs `core_ops.segment_max`, rows in parallel."""
     pointers, f = vector(rowptr), x.size(1)
     out = memory.empty_rows(x, len(pointers) - 1)
-    args = (pointers, vector(col), *flat(x), out.view(-1).numpy(), f)
+    args = (pointers, vector(col)), flat(x), out.view(-1).numpy(), f
     _over_segments(core_jit.segment_max, args, pointers, f)
     return out
 
@@ -212,10 +212,10 @@ def segment_max_grad(
     """Runs `core_ops.segment_max_grad`, on one thread."""
     f = x.size(1)
     grad = memory.empty_rows(x, len(x)).zero_()
-    ties = np.zeros(f, grad.view(-1).numpy().dtype)
-    args = (vector(rowptr), vector(col), *flat(x), *flat(out), *flat(g))
+    edges = vector(rowptr), vector(col)
+    args = edges, flat(x), flat(out), flat(g), grad.view(-1).numpy(), f
     if grad.numel():
-        ready(core_jit.segment_max_grad, (*args, grad.view(-1).numpy(), ties, f))()
+        ready(core_jit.segment_max_grad, args)()
     return grad
 
 
@@ -227,9 +227,9 @@ def gather_rows(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     target = writable(out, k, x)
     positions = vector(index)
     check_index(positions, x.size(0))
-    args = (*flat(x), positions, *flat(target), f)
+    args = (flat(x), positions, flat(target), f)
     over_rows(sample_jit.gather, args, k, f)
-    return deliver(target, out)
+    return core_ops.deliver(target, out)
 
 
 def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
@@ -242,10 +242,10 @@ def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
     check_index(positions, out.size(0))
     if k and f:
         parts = threads.width() if k * f >= GRAIN else 1
-        args = (*flat(target), positions, *flat(src), f)
-        work = ready(core_jit.scatter_add, args, 2)
+        args = (flat(target), positions, flat(src), f)
+        work = ready(core_jit.scatter_add, args)
         threads.run(work, [(part, parts) for part in range(parts)])
-    return deliver(target, out)
+    return core_ops.deliver(target, out)
 
 
 def coo_to_csr(
@@ -276,7 +276,7 @@ def csr_transpose(
     row_t = torch.empty(len(part), dtype=core_ops.offset_dtype(len(pointers) - 1))
     perm = torch.empty(len(part), dtype=core_ops.offset_dtype(len(col)))
     cursor = rowptr_t.clone().numpy()
-    args = (pointers, vector(col), cursor, row_t.numpy(), perm.numpy())
+    args = (pointers, vector(col)), cursor, row_t.numpy(), perm.numpy()
     ready(core_jit.place_transposed, args)()
     return rowptr_t, row_t, perm
 
@@ -310,7 +310,7 @@ def hash_edges(source: Tensor, target: Tensor, place: Tensor) -> Tensor:
 def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
     """Runs `core_ops.keyed_bits`, rows in parallel."""
     out = torch.empty(gid.numel(), cols, dtype=torch.int32)
-    args = (key, vector(gid), out.view(-1).numpy(), cols)
+    args = ((key, vector(gid)), out.view(-1).numpy(), cols)
     over_rows(core_jit.bits, args, gid.numel(), cols)
     return out
 
@@ -318,7 +318,8 @@ def keyed_bits(key: int, gid: Tensor, cols: int) -> Tensor:
 def keyed_mask(key: int, gid: Tensor, cols: int, p: float) -> Tensor:
     """Runs `core_ops.keyed_mask`, rows in parallel."""
     out = torch.empty(gid.numel(), cols, dtype=torch.bool)
-    args = (key, vector(gid), out.view(-1).numpy(), cols, core_ops.drop_threshold(p))
+    noise, threshold = (key, vector(gid)), core_ops.drop_threshold(p)
+    args = (noise, out.view(-1).numpy(), cols, threshold)
     over_rows(core_jit.mask, args, gid.numel(), cols)
     return out
 
@@ -328,9 +329,9 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
     rows, source = len(x), x.detach().contiguous()
     out = torch.empty_like(source)
     cols = x.numel() // rows if rows else 0
-    arrays = source.view(-1).numpy(), key, vector(gid), out.view(-1).numpy()
-    scale = arrays[0].dtype.type(core_ops.drop_scale(p))
-    args = (*arrays, cols, core_ops.drop_threshold(p), scale)
+    numbers, noise = source.view(-1).numpy(), (key, vector(gid))
+    drop = core_ops.drop_threshold(p), numbers.dtype.type(core_ops.drop_scale(p))
+    args = (numbers, noise, out.view(-1).numpy(), cols, drop)
     over_rows(core_jit.dropout, args, rows, cols)
     return out
 
@@ -345,9 +346,9 @@ def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tens
     graph = ptr.to(torch.int64).numpy(), to.to(torch.int64).numpy()
     lefts = ptr.numel() - 1
     mates = np.full(lefts, -1, np.int64), np.full(num_right, -1, np.int64)
-    ready(core_jit.match, (*graph, *mates))()
+    ready(core_jit.match, (graph, mates))()
     left, right = np.zeros(lefts, np.bool_), np.zeros(num_right, np.bool_)
-    ready(core_jit.reach, (*graph, *mates, left, right))()
+    ready(core_jit.reach, (graph, mates, left, right))()
     return torch.from_numpy(~left), torch.from_numpy(right)
 
 
@@ -386,13 +387,13 @@ def describe() -> dict[str, object]:
 def over_rows(loop: Any, args: tuple[Any, ...], rows: int, width: int) -> None:
     """Runs a loop over ranges of rows in parallel, each row with `width` numbers."""
     if rows and width:
-        threads.run_split(ready(loop, args, 2), rows, GRAIN // width)
+        threads.run_split(ready(loop, args), rows, GRAIN // width)
 
 
 def _over_segments(loop: Any, args: tuple[Any, ...], rowptr: Array, width: int) -> None:
     """Runs a loop over rows of a CSR matrix in parallel, each edge with `width` numbers."""
     if width and len(rowptr) > 1:
-        threads.run(ready(loop, args, 2), _pieces(rowptr, width))
+        threads.run(ready(loop, args), _pieces(rowptr, width))
 
 
 def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:
@@ -412,15 +413,6 @@ def writable(out: Tensor | None, rows: int, like: Tensor) -> Tensor:
     if out is None:
         return memory.empty_rows(like, rows)
     return out.detach() if row_strided(out) else out.detach().contiguous()
-
-
-def deliver(target: Tensor, out: Tensor | None) -> Tensor:
-    """Copies ``target`` to ``out`` if it is other memory; returns ``out``."""
-    if out is None:
-        return target
-    if target.data_ptr() != out.data_ptr():
-        out.detach().copy_(target)
-    return out
 
 
 def row_strided(t: Tensor) -> bool:

@@ -2,7 +2,8 @@
 
 Nothing is compiled when this module is imported. A matrix is passed as the flat
 view of its storage and the distance between rows (``ld``), so that one compiled
-loop serves contiguous and strided matrices.
+loop serves contiguous and strided matrices. What belongs together is one argument, a
+tuple, but for what may be None, which Numba compiles a loop for only as an argument.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import numpy as np
 from pyg_distcomm.kernels.compile import (
     LINE,
     Array,
+    Edges,
+    Heads,
+    Matrix,
     jit,
     prefetch,
     reordering,
@@ -28,58 +32,59 @@ TINY = 1e-16  # what PyG adds to the sums of a softmax
 ONE, LOW = np.uint64(1), np.uint64(63)
 UNIT = 2.0**-53  # the grain of uniform numbers
 FREE = -1  # a vertex without a mate, or that no path has reached
+Noise = tuple[int, Array]  # a key, and the global id of each row
+Drop = tuple[int, Any]  # the least draw that is kept, and what scales the rest
+Mates = tuple[Array, Array]  # of left and of right vertices
+Pairs = tuple[Array, Array, Array, Any]  # rows of targets and sources, a, and the slope
 
 
 @jit
 def spmm(
     width: tuple[int, ...],
-    rowptr: Array,
-    col: Array,
+    edges: Edges,
     value: Array | None,
     heads: int | None,
-    x: Array,
-    x_ld: int,
-    x_step: int,
-    out: Array,
-    out_ld: int,
-    out_step: int,
+    rows: Heads,
+    target: Heads,
     add: bool,
-    x_at: int,
-    out_at: int,
-    lanes: int,
-    keep: int,
+    block: tuple[int, int, int],
     begin: int,
     end: int,
 ) -> None:
     """Multiplies rows begin .. end-1 of one block of columns, of each head if there are any.
 
-    The block is ``lanes`` wide, of which the last ``keep`` are wanted: where columns
-    do not fill a block it reaches back over its neighbour, never past a row. All are
-    wanted where sums are fresh: the neighbour's come out with the same bits.
+    The block begins at column ``at`` and is ``lanes`` wide, of which the last ``keep`` are
+    wanted: where columns do not fill a block it reaches back over its neighbour, never past
+    a row. All are wanted where sums are fresh: the neighbour's come out with the same bits.
     """
+    rowptr, col = edges
+    x, x_ld, x_step = rows
+    out, out_ld, out_step = target
+    at, lanes, keep = block
     spill, fresh = np.zeros(lanes, x.dtype), not add
     soon = max(16, min(64, AHEAD // (lanes * x.itemsize)))
     last = np.int64(rowptr[end]) - 1
     for i in range(begin, end):
         low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
         for h in range(1 if heads is None else heads):
-            home, from_ = i * out_ld + h * out_step + out_at, h * x_step + x_at
-            edges = x, x_ld, from_, soon, last, heads, h
+            home, from_ = i * out_ld + h * out_step + at, h * x_step + at
+            read = x, x_ld, from_, soon, last, heads, h
             if keep == lanes:
-                sum_block(width, out, home, fresh, col, value, low, high, *edges)
+                sum_block(width, out, home, fresh, col, value, low, high, *read)
                 continue
             for k in range(lanes - keep, lanes):
                 spill[np.uint64(k)] = out[np.uint64(home + k)]
-            sum_block(width, spill, 0, fresh, col, value, low, high, *edges)
+            sum_block(width, spill, 0, fresh, col, value, low, high, *read)
             for k in range(lanes - keep, lanes):
                 out[np.uint64(home + k)] = spill[np.uint64(k)]
 
 
 @jit
 def pack(
-    x: Array, x_ld: int, offset: int, width: int, panel: Array, begin: int, end: int
+    rows: Matrix, offset: int, width: int, panel: Array, begin: int, end: int
 ) -> None:
     """Copies ``width`` columns of rows begin .. end-1 side by side."""
+    x, x_ld = rows
     for i in range(begin, end):
         source, base = i * x_ld + offset, i * width
         for k in range(width):
@@ -107,20 +112,18 @@ def balance(rowptr: Array, pieces: int) -> Array:
 
 @jit
 def sddmm(
-    rowptr: Array,
-    col: Array,
+    edges: Edges,
     heads: int | None,
-    g: Array,
-    g_ld: int,
-    g_step: int,
-    x: Array,
-    x_ld: int,
-    x_step: int,
+    left: Heads,
+    right: Heads,
     out: Array,
     f: int,
     begin: int,
     end: int,
 ) -> None:
+    rowptr, col = edges
+    g, g_ld, g_step = left
+    x, x_ld, x_step = right
     first, last = np.int64(rowptr[0]), np.int64(rowptr[end]) - 1
     count = 1 if heads is None else heads
     for i in range(begin, end):
@@ -185,15 +188,9 @@ def segment_softmax_grad(
 
 @jit
 def segment_max(
-    rowptr: Array,
-    col: Array,
-    x: Array,
-    x_ld: int,
-    out: Array,
-    f: int,
-    begin: int,
-    end: int,
+    edges: Edges, rows: Matrix, out: Array, f: int, begin: int, end: int
 ) -> None:
+    (rowptr, col), (x, x_ld) = edges, rows
     last = np.int64(rowptr[end]) - 1
     for i in range(begin, end):
         low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
@@ -219,18 +216,10 @@ def segment_max(
 
 @jit
 def segment_max_grad(
-    rowptr: Array,
-    col: Array,
-    x: Array,
-    x_ld: int,
-    out: Array,
-    out_ld: int,
-    g: Array,
-    g_ld: int,
-    grad: Array,
-    ties: Array,
-    f: int,
+    edges: Edges, rows: Matrix, most: Matrix, by: Matrix, grad: Array, f: int
 ) -> None:
+    (rowptr, col), (x, x_ld), (out, out_ld), (g, g_ld) = edges, rows, most, by
+    ties = np.empty(f, x.dtype)
     for i in range(len(rowptr) - 1):
         low, high = np.int64(rowptr[i]), np.int64(rowptr[i + 1])
         home, from_ = i * out_ld, i * g_ld
@@ -251,16 +240,10 @@ def segment_max_grad(
 
 @jit
 def scatter_add(
-    out: Array,
-    out_ld: int,
-    index: Array,
-    src: Array,
-    src_ld: int,
-    f: int,
-    part: int,
-    parts: int,
+    target: Matrix, index: Array, rows: Matrix, f: int, part: int, parts: int
 ) -> None:
     """Adds the rows whose target lies in this part: each target has one writer."""
+    (out, out_ld), (src, src_ld) = target, rows
     for k in range(len(index)):
         if (index[k] >> 4) % parts == part:
             base, source = np.int64(index[k]) * out_ld, k * src_ld
@@ -298,9 +281,8 @@ def place(
 
 
 @jit
-def place_transposed(
-    rowptr: Array, col: Array, cursor: Array, row_t: Array, perm: Array
-) -> None:
+def place_transposed(edges: Edges, cursor: Array, row_t: Array, perm: Array) -> None:
+    rowptr, col = edges
     for i in range(len(rowptr) - 1):
         for e in range(rowptr[i], rowptr[i + 1]):
             slot = cursor[col[e]]
@@ -371,7 +353,8 @@ def draw(row: np.uint64, c: int) -> np.uint64:
 
 
 @jit
-def bits(key: int, gid: Array, out: Array, cols: int, begin: int, end: int) -> None:
+def bits(noise: Noise, out: Array, cols: int, begin: int, end: int) -> None:
+    key, gid = noise
     for v in range(begin, end):
         row, base = hash_row(key, gid[v]), np.uint64(v * cols)
         for c in range(cols):
@@ -380,8 +363,9 @@ def bits(key: int, gid: Array, out: Array, cols: int, begin: int, end: int) -> N
 
 @jit
 def mask(
-    key: int, gid: Array, out: Array, cols: int, threshold: int, begin: int, end: int
+    noise: Noise, out: Array, cols: int, threshold: int, begin: int, end: int
 ) -> None:
+    key, gid = noise
     for v in range(begin, end):
         row, base = hash_row(key, gid[v]), np.uint64(v * cols)
         for c in range(cols):
@@ -390,16 +374,9 @@ def mask(
 
 @jit
 def dropout(
-    x: Array,
-    key: int,
-    gid: Array,
-    out: Array,
-    cols: int,
-    threshold: int,
-    scale: float,
-    begin: int,
-    end: int,
+    x: Array, noise: Noise, out: Array, cols: int, drop: Drop, begin: int, end: int
 ) -> None:
+    (key, gid), (threshold, scale) = noise, drop
     for v in range(begin, end):
         row, base = hash_row(key, gid[v]), np.uint64(v * cols)
         for c in range(cols):
@@ -453,13 +430,14 @@ def find_places(
 
 
 @jit
-def match(ptr: Array, to: Array, mate: Array, mate_of_right: Array) -> None:
+def match(graph: Edges, mates: Mates) -> None:
     """Fills in a maximum matching ([Hopcroft73] Sec. 3).
 
     Phases: a search by breadth gives every left vertex its distance from a free one, and
     searches by depth along growing distances find augmenting paths, apart from each
     other. The first phase is greedy.
     """
+    (ptr, to), (mate, mate_of_right) = graph, mates
     lefts = len(ptr) - 1
     for u in range(lefts):
         for e in range(ptr[u], ptr[u + 1]):
@@ -469,23 +447,17 @@ def match(ptr: Array, to: Array, mate: Array, mate_of_right: Array) -> None:
     distance = np.empty(lefts, np.int64)
     cursor = np.empty(lefts, np.int64)
     room = np.empty(lefts, np.int64)
-    while spread(ptr, to, mate, mate_of_right, distance, room):
+    while spread(graph, mates, distance, room):
         cursor[:] = ptr[:-1]
         for root in range(lefts):
             if mate[root] == FREE:
-                augment(root, ptr, to, mate, mate_of_right, distance, cursor, room)
+                augment(root, graph, mates, distance, cursor, room)
 
 
 @jit
-def spread(
-    ptr: Array,
-    to: Array,
-    mate: Array,
-    mate_of_right: Array,
-    distance: Array,
-    queue: Array,
-) -> bool:
+def spread(graph: Edges, mates: Mates, distance: Array, queue: Array) -> bool:
     """Measures alternating paths from free left vertices; tells if one ends free."""
+    (ptr, to), (mate, mate_of_right) = graph, mates
     tail, found = 0, False
     for u in range(len(ptr) - 1):
         distance[u] = FREE
@@ -510,16 +482,10 @@ def spread(
 
 @jit
 def augment(
-    root: int,
-    ptr: Array,
-    to: Array,
-    mate: Array,
-    mate_of_right: Array,
-    distance: Array,
-    cursor: Array,
-    path: Array,
+    root: int, graph: Edges, mates: Mates, distance: Array, cursor: Array, path: Array
 ) -> None:
     """Looks for one augmenting path; a vertex that leads nowhere is left for good."""
+    (ptr, to), (mate, mate_of_right) = graph, mates
     depth = 0
     path[0] = root
     while depth >= 0:
@@ -545,10 +511,9 @@ def augment(
 
 
 @jit
-def reach(
-    ptr: Array, to: Array, mate: Array, mate_of_right: Array, left: Array, right: Array
-) -> None:
+def reach(graph: Edges, mates: Mates, left: Array, right: Array) -> None:
     """Marks what alternating paths from free left vertices reach."""
+    (ptr, to), (mate, mate_of_right) = graph, mates
     lefts = len(ptr) - 1
     queue = np.empty(lefts, np.int64)
     tail = 0
@@ -601,18 +566,9 @@ def score(
 
 @jit
 def pair_scores(
-    rowptr: Array,
-    col: Array,
-    g: Array,
-    x: Array,
-    a: Array,
-    slope: float,
-    out: Array,
-    heads: int,
-    f: int,
-    begin: int,
-    end: int,
+    edges: Edges, pairs: Pairs, out: Array, shape: tuple[int, int], begin: int, end: int
 ) -> None:
+    (rowptr, col), (g, x, a, slope), (heads, f) = edges, pairs, shape
     first, last = np.int64(rowptr[0]), np.int64(rowptr[end]) - 1
     wide = heads * f
     for i in range(begin, end):
@@ -627,21 +583,16 @@ def pair_scores(
 
 @jit
 def pair_scores_grad(
-    rowptr: Array,
-    col: Array,
-    g: Array,
-    x: Array,
-    a: Array,
-    slope: float,
-    by: Array,
-    out: Array,
-    by_a: Array,
-    heads: int,
-    f: int,
+    edges: Edges,
+    pairs: Pairs,
+    grads: tuple[Array, Array, Array],
+    shape: tuple[int, int],
     begin: int,
     end: int,
 ) -> None:
     """Sums the gradient of each row of g, and of a over the edges of the row, if wanted."""
+    (rowptr, col), (g, x, a, slope), (heads, f) = edges, pairs, shape
+    by, out, by_a = grads
     first, last = np.int64(rowptr[0]), np.int64(rowptr[end]) - 1
     wide = heads * f
     for i in range(begin, end):

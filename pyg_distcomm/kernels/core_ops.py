@@ -493,6 +493,15 @@ def keyed_dropout(x: Tensor, key: int, gid: Tensor, p: float) -> Tensor:
     return x * (keep.to(x.dtype) * drop_scale(p)).view(x.shape)
 
 
+def deliver(target: Tensor, out: Tensor | None) -> Tensor:
+    """Copies what was computed to ``out`` if it is other memory; returns ``out``, if any."""
+    if out is None:
+        return target
+    if target.data_ptr() != out.data_ptr():
+        out.detach().copy_(target)
+    return out
+
+
 def drop_threshold(p: float) -> int:
     """Returns the least 24-bit draw that a dropout of probability ``p`` keeps."""
     if not 0.0 <= p <= 1.0:

@@ -30,7 +30,7 @@ def spgemm(
     own, extra = diagonal or (torch.empty(0), torch.empty(0))
     left = (_long(q[0]), _long(q[1]), _values(q[2], dtype))
     right = (_long(a[0]), *_strided(a[1]), _values(a[2], dtype))
-    args = (*left, *right, _long(own), _values(extra, dtype))
+    args = left, right, (_long(own), _values(extra, dtype))
     products = int((right[0][left[1] + 1] - right[0][left[1]]).sum()) + len(left[1])
     if num_cols <= DENSE_COLUMNS and DENSE_RATIO * products >= m * num_cols:
         found = _over_rows(loops.spgemm_dense, (*args, num_cols), m)
@@ -51,7 +51,7 @@ def extract(
     """Runs `matrix_ops.extract`, minibatches in parallel."""
     wanted = (*map(_long, rows), *map(_long, cols))
     loop = NO_IDS if own is None else _long(own)
-    args = (_long(a[0]), *_strided(a[1]), *wanted, loop)
+    args = (_long(a[0]), *_strided(a[1])), wanted, loop
     row, col, entry = _over_rows(loops.extract, args, len(rows[1]) - 1)
     return row, col, entry
 
@@ -60,7 +60,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_ops.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
-    threads.run_split(ready(loops.count_positive, args, 2), len(count), 1 << 12)
+    threads.run_split(ready(loops.count_positive, args), len(count), 1 << 12)
     return count
 
 
@@ -74,9 +74,9 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Runs `matrix_ops.draw`, rows in parallel."""
     entry, left = _empty_draws(ptr)
-    row = (_long(rowptr), _long(value), _long(count), _long(keys), _long(ptr))
-    args = (*row, replace, entry.numpy(), left.numpy())
-    threads.run_split(ready(loops.draw, args, 2), len(keys), 1)
+    rows, draws = (_long(rowptr), _long(value), _long(count)), (_long(keys), _long(ptr))
+    args = rows, draws, replace, (entry.numpy(), left.numpy())
+    threads.run_split(ready(loops.draw, args), len(keys), 1)
     return entry, left
 
 
@@ -99,9 +99,9 @@ class WeightedSampler:
         except IndexError:
             tree = self._tree()
         entry, left = _empty_draws(ptr)
-        row = (tree, self._value, self._count, self._total)
-        args = (*row, _long(keys), _long(ptr), replace, entry.numpy(), left.numpy())
-        ready(loops.draw_shared, args)()
+        row = (tree, self._value, 0, len(self._value), self._total)
+        draws, out = (_long(keys), _long(ptr)), (entry.numpy(), left.numpy())
+        ready(loops.draw_shared, (row, self._count, draws, replace, out))()
         self._trees.append(tree)
         return entry, left
 
@@ -118,7 +118,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_ops.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
-    threads.run_split(ready(loops.normalize_rows, args, 2), len(rowptr) - 1, 1 << 12)
+    threads.run_split(ready(loops.normalize_rows, args), len(rowptr) - 1, 1 << 12)
     return out
 
 
@@ -132,12 +132,12 @@ def layer_weights(
     weight = _values(a[2], torch.float64)
     value = torch.empty(0 if a[2] is None else len(a[1]), dtype=torch.int64)
     mine = NO_IDS if own is None else _long(own)
-    graph = (_long(a[0]), *_strided(a[1]), weight, mine, power, float(scale))
+    graph = (_long(a[0]), *_strided(a[1]), weight), mine, (power, float(scale))
     out = (total.numpy(), even.numpy(), loop.numpy())
 
     def run(value: Tensor) -> int:
         others: list[int] = []
-        work = ready(loops.layer_weights, (*graph, *out, value.numpy()), 2)
+        work = ready(loops.layer_weights, (*graph, (*out, value.numpy())))
         threads.run_split(lambda b, e: others.append(work(b, e)), m, 1 << 12)
         return sum(others)
 
@@ -151,7 +151,7 @@ def layer_weights(
 
 def _over_rows(loop: Any, args: tuple[Any, ...], m: int) -> list[Tensor]:
     """Runs a loop that returns arrays over ranges of rows, and joins them."""
-    work: Callable[..., Any] = ready(loop, args, 2)
+    work: Callable[..., Any] = ready(loop, args)
     pieces = threads.split(m, 8 * threads.width() if threads.width() > 1 else 1)
     found: list[Any] = [None] * len(pieces)
 

@@ -26,6 +26,10 @@ DIGIT = 1 << DIGIT_BITS
 LOW = np.uint64(0xFFFFFFFF)  # the lower half of a word
 HALF = np.uint64(32)
 MOST = 1 << 62  # sums of integer weights stay below it
+Rows = tuple[Array, Array, Array]  # offsets, columns, values
+Strided = tuple[Array, Array, int, Array]  # with the distance between columns
+Diagonal = tuple[Array, Array]  # the column and value of one more entry in each row
+Entries = tuple[Array, Array]  # drawn entries, and what was left before each
 
 
 @jit
@@ -88,10 +92,9 @@ def ascending(key: Array, size: int) -> Array:
 
 
 @jit
-def row_bounds(
-    q_rowptr: Array, q_col: Array, a_rowptr: Array, more: int, begin: int, end: int
-) -> tuple[int, int]:
+def row_bounds(q: Rows, a: Strided, more: int, begin: int, end: int) -> tuple[int, int]:
     """Returns the most products in a row of Q A, and in all rows."""
+    (q_rowptr, q_col, _), a_rowptr = q, a[0]
     most, total = 0, 0
     for i in range(begin, end):
         size = 0
@@ -103,26 +106,16 @@ def row_bounds(
 
 
 @jit
-def spgemm(
-    q_rowptr: Array,
-    q_col: Array,
-    q_value: Array,
-    a_rowptr: Array,
-    a_col: Array,
-    stride: int,
-    a_value: Array,
-    own: Array,
-    diagonal: Array,
-    begin: int,
-    end: int,
-) -> tuple[Array, Array, Array]:
+def spgemm(q: Rows, a: Strided, extra: Diagonal, begin: int, end: int) -> Rows:
     """Multiplies rows begin .. end-1; returns entries of each row, columns, values.
 
     A row's columns are numbered as they are found, by a table that grows with them: how
     many products there are says little about how many columns.
     """
+    (q_rowptr, q_col, q_value), (a_rowptr, a_col, stride, a_value) = q, a
+    own, diagonal = extra
     more = 1 if len(own) else 0
-    most, room = row_bounds(q_rowptr, q_col, a_rowptr, more, begin, end)
+    most, room = row_bounds(q, a, more, begin, end)
     found, slots = np.empty(most, np.int64), np.empty(most, np.int64)
     sums, one = np.empty(most, q_value.dtype), q_value.dtype.type(1)
     bits = bits_for(min(most, FEW))
@@ -163,25 +156,16 @@ def spgemm(
 
 @jit
 def spgemm_dense(
-    q_rowptr: Array,
-    q_col: Array,
-    q_value: Array,
-    a_rowptr: Array,
-    a_col: Array,
-    stride: int,
-    a_value: Array,
-    own: Array,
-    diagonal: Array,
-    num_cols: int,
-    begin: int,
-    end: int,
-) -> tuple[Array, Array, Array]:
+    q: Rows, a: Strided, extra: Diagonal, num_cols: int, begin: int, end: int
+) -> Rows:
     """Multiplies as `spgemm`, with a place for every column and a bit for those in use.
 
     The bits, read in order, are the columns in order. For rows that fill a fair part.
     """
+    (q_rowptr, q_col, q_value), (a_rowptr, a_col, stride, a_value) = q, a
+    own, diagonal = extra
     more = 1 if len(own) else 0
-    _, room = row_bounds(q_rowptr, q_col, a_rowptr, more, begin, end)
+    _, room = row_bounds(q, a, more, begin, end)
     sums, one = np.empty(num_cols, q_value.dtype), q_value.dtype.type(1)
     used = np.zeros((num_cols >> 6) + 1, np.uint64)
     count = np.empty(end - begin, np.int64)
@@ -214,13 +198,8 @@ def spgemm_dense(
 
 @jit
 def extract(
-    rowptr: Array,
-    a_col: Array,
-    stride: int,
-    rows: Array,
-    row_ptr: Array,
-    cols: Array,
-    col_ptr: Array,
+    a: tuple[Array, Array, int],
+    wanted: tuple[Array, Array, Array, Array],
     own: Array,
     begin: int,
     end: int,
@@ -229,6 +208,7 @@ def extract(
 
     Most columns are not wanted: a sieve of 32 bits for each that is tells most of them.
     """
+    (rowptr, a_col, stride), (rows, row_ptr, cols, col_ptr) = a, wanted
     most, room = 0, 0
     for i in range(begin, end):
         most = max(most, col_ptr[i + 1] - col_ptr[i])
@@ -276,17 +256,10 @@ def rounded(x: float, total: float, power: int, scale: float) -> Any:
 
 @jit
 def sum_entries(
-    a_col: Array,
-    stride: int,
-    weight: Array,
-    low: int,
-    high: int,
-    table: Array,
-    bits: int,
-    sums: Array,
-    slots: Array,
+    a: Strided, low: int, high: int, table: Array, bits: int, sums: Array, slots: Array
 ) -> float:
     """Sums parallel edges of one row into a table; returns the sum of the row."""
+    _, a_col, stride, weight = a
     total = 0.0
     for e in range(low, high):
         x = weight[e] if len(weight) else 1.0
@@ -301,17 +274,10 @@ def sum_entries(
 
 @jit
 def layer_weights(
-    rowptr: Array,
-    a_col: Array,
-    stride: int,
-    weight: Array,
+    a: Strided,
     own: Array,
-    power: int,
-    scale: float,
-    total: Array,
-    even: Array,
-    loop: Array,
-    value: Array,
+    rule: tuple[int, float],
+    out: tuple[Array, Array, Array, Array],
     begin: int,
     end: int,
 ) -> int:
@@ -319,6 +285,7 @@ def layer_weights(
 
     `value` may have length zero: then they are only counted.
     """
+    rowptr, (power, scale), (total, even, loop, value) = a[0], rule, out
     most, other = 0, 0
     for j in range(begin, end):
         most = max(most, rowptr[j + 1] - rowptr[j] + 1)
@@ -327,7 +294,7 @@ def layer_weights(
     slots = np.empty(most, np.int64)
     for j in range(begin, end):
         low, high = rowptr[j], rowptr[j + 1]
-        row = sum_entries(a_col, stride, weight, low, high, table, bits, sums, slots)
+        row = sum_entries(a, low, high, table, bits, sums, slots)
         mine = -1
         if len(own):
             row += 1.0
@@ -418,9 +385,10 @@ def change(tree: Array, size: int, place: int, by: int) -> None:
 
 @jit
 def take_all(
-    value: Array, first: int, size: int, left: int, entry: Array, lefts: Array, at: int
+    value: Array, first: int, size: int, left: int, out: Entries, at: int
 ) -> None:
     """Takes the positive entries of a row in order."""
+    entry, lefts = out
     for e in range(first, first + size):
         if value[e] > 0:
             entry[at], lefts[at] = e, left
@@ -430,19 +398,15 @@ def take_all(
 
 @jit
 def draw_from(
-    tree: Array,
-    value: Array,
-    first: int,
-    size: int,
-    left: int,
+    row: tuple[Array, Array, int, int, int],
     key: int,
     replace: bool,
-    entry: Array,
-    lefts: Array,
+    out: Entries,
     at: int,
     end: int,
 ) -> None:
-    """Draws entries `at .. end-1` from the tree of one row."""
+    """Draws entries `at .. end-1` from one row: its tree, values, first, size and sum."""
+    (tree, value, first, size, left), (entry, lefts) = row, out
     generator = mix(np.uint64(key) + GOLDEN)
     for k in range(at, end):
         goal = np.int64(high_half(word(generator, k - at), np.uint64(left)))
@@ -455,18 +419,15 @@ def draw_from(
 
 @jit
 def draw(
-    rowptr: Array,
-    value: Array,
-    count: Array,
-    keys: Array,
-    ptr: Array,
+    rows: tuple[Array, Array, Array],
+    draws: tuple[Array, Array],
     replace: bool,
-    entry: Array,
-    lefts: Array,
+    out: Entries,
     begin: int,
     end: int,
 ) -> None:
     """Draws from rows begin .. end-1, each with a tree of its own."""
+    (rowptr, value, count), (keys, ptr) = rows, draws
     most = 0
     for i in range(begin, end):
         most = max(most, rowptr[i + 1] - rowptr[i])
@@ -479,34 +440,28 @@ def draw(
             left = 0
             for e in range(first, first + size):
                 left += value[e]
-            take_all(value, first, size, left, entry, lefts, at)
+            take_all(value, first, size, left, out, at)
             continue
-        left = grow(value, first, size, tree)
-        row = (tree, value, first, size, left, keys[i], replace)
-        draw_from(*row, entry, lefts, at, ptr[i + 1])
+        row = (tree, value, first, size, grow(value, first, size, tree))
+        draw_from(row, keys[i], replace, out, at, ptr[i + 1])
 
 
 @jit
 def draw_shared(
-    tree: Array,
-    value: Array,
+    row: tuple[Array, Array, int, int, int],
     count: int,
-    total: int,
-    keys: Array,
-    ptr: Array,
+    draws: tuple[Array, Array],
     replace: bool,
-    entry: Array,
-    lefts: Array,
+    out: Entries,
 ) -> None:
     """Draws from one row for many keys; the tree is as before when it returns."""
-    size = len(value)
+    (tree, value, _, size, total), (keys, ptr), entry = row, draws, out[0]
     for i in range(len(keys)):
         at, end = ptr[i], ptr[i + 1]
         if end - at == count and not replace:
-            take_all(value, 0, size, total, entry, lefts, at)
+            take_all(value, 0, size, total, out, at)
             continue
-        row = (tree, value, 0, size, total, keys[i], replace)
-        draw_from(*row, entry, lefts, at, end)
+        draw_from(row, keys[i], replace, out, at, end)
         for k in range(at, end if not replace else at):
             change(tree, size, entry[k], value[entry[k]])
 

@@ -2,7 +2,7 @@
 
 `NodeRelabeler` replaces global ids by local ids, in the order of arrival. It looks them up in
 a table, which has a slot with a stamp and a local id for each node of a type, or in a hash
-table of node names with local ids beside them.
+table of node names with labels, their local ids, beside them.
 """
 
 from __future__ import annotations
@@ -91,35 +91,27 @@ class NodeRelabeler:
     """
 
     def __init__(self, size: int, table: Table | None, disjoint: bool) -> None:
-        self.size, self.table, self.disjoint = size, table, disjoint
+        self.size, self.disjoint = size, disjoint
         self.node = np.empty(0, np.int64)
         self.tree: Array | None = np.empty(0, np.int64) if disjoint else None
         self.copy: Array | None = None  # for each seed, how many equal ones came before
         self.num_nodes = 0
-        self.ends: list[
-            int
-        ] = []  # the number of nodes after the seeds, and after each hop
+        self.ends: list[int] = []  # how many nodes the seeds and each hop leave
+        self.labels: Array | None = None  # of a hash table
         if table is None:
-            self.keys = np.full(MIN_SLOTS, -1, np.int64)
-            self.local_ids = np.empty(MIN_SLOTS, np.int64)
+            self._rehash(MIN_SLOTS)
         else:
             table.clear()
+            self.table = table.slot, table.stamp, size
 
-    def add_seeds(self, seed: Array, first_tree: int) -> None:
+    def add_seeds(self, seed: Tensor, first_tree: int) -> None:
         """Adds seeds, the first of them in tree ``first_tree``."""
         self._reserve(len(seed))
+        self.node[: len(seed)] = seed.numpy()
+        if self.tree is not None:
+            self.tree[: len(seed)] = np.arange(first_tree, first_tree + len(seed))
         copy = np.empty(len(seed), np.int64)
-        if self.table is not None:
-            slot, stamp = self.table.slot, self.table.stamp
-            args = (slot, stamp, seed, self.node, copy)
-            repeats = ready(loops.seed_table, args)()
-        else:
-            self.node[: len(seed)] = seed
-            if self.tree is not None:
-                self.tree[: len(seed)] = np.arange(first_tree, first_tree + len(seed))
-            repeats = self._add_to_hash_table(
-                self.keys, self.local_ids, 0, len(seed), copy
-            )
+        repeats = self._enter(len(seed), copy)
         self.num_nodes = len(seed)
         if repeats and not self.disjoint:
             self.copy = copy
@@ -129,41 +121,21 @@ class NodeRelabeler:
     ) -> None:
         """Replaces ``source[at:]`` by local ids; their targets are nodes of ``other``."""
         self._reserve(len(source) - at)
-        if self.table is not None:
-            slot, stamp = self.table.slot, self.table.stamp
-            args = (slot, stamp, source, at, self.node, self.num_nodes)
-            self.num_nodes = ready(loops.label_by_table, args)()
-        else:
-            hashed = (
-                self.keys,
-                self.local_ids,
-                self.size,
-                source,
-                at,
-                target,
-                other.tree,
-            )
-            more = (*hashed, self.node, self.tree, self.num_nodes)
-            self.num_nodes = ready(loops.label_by_hash, more)()
+        args = (self.table, self.labels, (source, target), at, other.tree)
+        more = (*args, self.node, self.tree, self.num_nodes)
+        self.num_nodes = ready(loops.relabel, more)()
 
     def induced_edges(
         self, relation: Relation, low: Array, high: Array, other: NodeRelabeler
     ) -> Array:
-        """Finds the in-edges of nodes of ``other`` from nodes here; see `known_by_table`."""
-        edges = (relation.row.numpy(), relation.stride, low, high)
-        if self.table is not None:
-            args = (self.table.slot, self.table.stamp, *edges)
-            return ready(loops.known_by_table, args)()
-        more = (self.keys, self.local_ids, self.size, other.tree, *edges)
-        return ready(loops.known_by_hash, more)()
+        """Finds the in-edges of nodes of ``other`` from nodes here; see `known_edges`."""
+        entries = relation.row.numpy(), relation.stride
+        args = (self.table, self.labels, other.tree, entries, low, high)
+        return ready(loops.known_edges, args)()
 
     def streams(self, hop: int) -> Array | None:
         """Returns the random streams of the nodes at a hop; None if all are stream 0."""
         return self.tree if self.disjoint else self.copy if hop == 0 else None
-
-    def frontier_range(self, hop: int) -> tuple[int, int]:
-        """Returns the range of the nodes that the previous hop found."""
-        return (self.ends[hop - 1] if hop else 0), self.ends[hop]
 
     def _reserve(self, more: int) -> None:
         """Grows the arrays, and the hash table, for ``more`` nodes."""
@@ -171,16 +143,17 @@ class NodeRelabeler:
         self.node = grow(self.node, self.num_nodes, need)
         if self.tree is not None:
             self.tree = grow(self.tree, self.num_nodes, need)
-        if self.table is None and 2 * need > len(self.keys):
-            slots = 1 << (2 * need).bit_length()
-            keys, label_of = np.full(slots, -1, np.int64), np.empty(slots, np.int64)
-            self._add_to_hash_table(keys, label_of, 0, self.num_nodes, None)
-            self.keys, self.local_ids = keys, label_of
+        if self.labels is not None and 2 * need > len(self.labels):
+            self._rehash(1 << (2 * need).bit_length())
 
-    def _add_to_hash_table(
-        self, keys: Array, label_of: Array, begin: int, end: int, copy: Array | None
-    ) -> int:
-        args = (keys, label_of, self.node, self.tree, self.size, begin, end, copy)
+    def _rehash(self, slots: int) -> None:
+        """Makes a hash table of so many slots, with the nodes that are known."""
+        self.table = np.full(slots, -1, np.int64), 0, self.size
+        self.labels = np.empty(slots, np.int64)
+        self._enter(self.num_nodes, None)
+
+    def _enter(self, count: int, copy: Array | None) -> int:
+        args = (self.table, self.labels, self.node, self.tree, count, copy)
         return ready(loops.enter, args)()
 
 
@@ -225,7 +198,7 @@ class Sampler:
     def write_pairs(relation: Relation, entry: Array, words: Tensor, at: int) -> None:
         """Writes the source and id of each entry into a message, from word `at` on."""
         args = (relation.row.numpy(), entry, words.numpy(), at)
-        threads.run_split(ready(loops.write_pairs, args, 2), len(entry), GRAIN)
+        threads.run_split(ready(loops.write_pairs, args), len(entry), GRAIN)
 
     @staticmethod
     def locate(
@@ -275,32 +248,36 @@ class Sampler:
             except IndexError:
                 tables = [Table(size) for size in self.graph.sizes]
         try:
-            yield MinibatchBuilder(self.graph, request, tables)
+            nodes = [
+                NodeRelabeler(size, tables[t] if tables else None, request.disjoint)
+                for t, size in enumerate(self.graph.sizes)
+            ]
+            yield MinibatchBuilder(self.graph, request, nodes)
         finally:
             if tables is not None:
                 self._tables.append(tables)
 
 
 class MinibatchBuilder:
-    """Builds one minibatch hop by hop, from draws made here or on other ranks."""
+    """Builds one minibatch hop by hop, from draws made here or on other ranks.
+
+    Args:
+        graph: the graph.
+        request: the minibatch.
+        nodes: relabels the nodes of each type, as a `NodeRelabeler`.
+    """
 
     def __init__(
-        self,
-        graph: SampleGraph,
-        request: Request,
-        tables: list[Table] | None = None,
+        self, graph: SampleGraph, request: Request, nodes: Sequence[Any]
     ) -> None:
-        self.graph, self.request = graph, request
-        self.nodes = [
-            NodeRelabeler(size, tables[t] if tables else None, request.disjoint)
-            for t, size in enumerate(graph.sizes)
-        ]
-        self.index = [np.empty((2, 0), np.int64) for _ in graph.relations]
-        self.edge = [np.empty(0, np.int64) for _ in graph.relations]
+        self.graph, self.request, self.nodes = graph, request, nodes
+        self.index: list[Any] = [np.empty((2, 0), np.int64) for _ in graph.relations]
+        self.edge: list[Any] = [np.empty(0, np.int64) for _ in graph.relations]
         self.edges_per_hop: list[list[int]] = [[] for _ in graph.relations]
+        self.limits = request.tree_time if request.disjoint else None
         trees = 0
         for node_type, seed in request.seeds:
-            self.nodes[node_type].add_seeds(seed.contiguous().numpy(), trees)
+            self.nodes[node_type].add_seeds(seed, trees)
             trees += seed.numel()
         self.end_hop()
 
@@ -324,16 +301,23 @@ class MinibatchBuilder:
 
     def frontier(self, number: int, hop: int) -> Frontier | None:
         """Returns the nodes that draw from a relation at a hop; None if there are none."""
-        relation = self.graph.relations[number]
         fan_out = self.request.fan_outs[number][hop]
-        target = self.nodes[relation.target]
-        begin, end = target.frontier_range(hop)
+        target, begin, end = self._found(number, hop)
         if begin == end or fan_out == 0:
             self.edges_per_hop[number].append(0)
             return None
         streams = target.streams(hop)
         streams = None if streams is None else streams[begin:end]
         return self._frontier(number, begin, end, fan_out, streams, hop)
+
+    def _found(self, number: int, hop: int) -> tuple[Any, int, int]:
+        """Returns the targets of a relation, and the range that the previous hop found."""
+        target = self.nodes[self.graph.relations[number].target]
+        return target, (target.ends[hop - 1] if hop else 0), target.ends[hop]
+
+    def as_tensor(self, part: Any) -> Tensor:
+        """Returns an array of this builder as a tensor of the same memory."""
+        return torch.from_numpy(part)
 
     def all_nodes(self, number: int) -> Frontier:
         """Returns a frontier that takes all in-edges of all nodes, to induce a subgraph."""
@@ -346,15 +330,14 @@ class MinibatchBuilder:
         begin: int,
         end: int,
         fan_out: int,
-        streams: Array | None,
+        streams: Any,
         hop: int = 0,
     ) -> Frontier:
         request, relation = self.request, self.graph.relations[number]
         target = self.nodes[relation.target]
-        node = torch.from_numpy(target.node[begin:end])
-        max_time = None
-        if request.tree_time is not None and target.tree is not None:
-            max_time = request.tree_time[torch.from_numpy(target.tree[begin:end])]
+        node, max_time = self.as_tensor(target.node[begin:end]), None
+        if self.limits is not None:
+            max_time = self.limits[self.as_tensor(target.tree[begin:end])]
         return Frontier(
             node=node,
             place=node,
@@ -363,7 +346,7 @@ class MinibatchBuilder:
             fan_out=fan_out,
             replace=request.replace and fan_out > 0,
             latest=request.latest and fan_out > 0,
-            stream=None if streams is None else torch.from_numpy(streams),
+            stream=None if streams is None else self.as_tensor(streams),
             max_time=max_time,
             labor=request.labor and fan_out > 0,
         )
@@ -382,8 +365,7 @@ class MinibatchBuilder:
             raise UnweightedNode(number, error.node) from None
         source, row = self.index[number][0], relation.row.numpy()
         ready(loops.fetch, (row, relation.stride, edge, source, at))()
-        target = self.nodes[self.graph.relations[number].target]
-        begin, _ = target.frontier_range(hop)
+        _, begin, _ = self._found(number, hop)
         ready(loops.point_to, (start, begin, self.index[number][1], at))()
         self._label(number, at)
 
@@ -393,12 +375,9 @@ class MinibatchBuilder:
         """Adds what the owners, this rank too, drew for nodes `first .. end - 1` asked."""
         begin, count = draws.begin[first:end].numpy(), draws.count[first:end].numpy()
         edge, at = self._allocate(number, int(count.sum()))
-        words = draws.local.numpy(), draws.remote.numpy()
-        target = self.nodes[self.graph.relations[number].target]
-        place, _ = target.frontier_range(hop)
-        index = self.index[number]
-        args = (begin, count, *words, place, *index, edge, at)
-        ready(loops.take_rows, args)()
+        _, place, _ = self._found(number, hop)
+        asked = begin, count, draws.local.numpy(), draws.remote.numpy()
+        ready(loops.take_rows, (asked, place, (*self.index[number], edge), at))()
         self._label(number, at)
 
     def _allocate(self, number: int, total: int) -> tuple[Array, int]:
@@ -430,17 +409,15 @@ class MinibatchBuilder:
 
     def result(self) -> Minibatch:
         """Returns the minibatch."""
-        trees = [
-            _tensor(nodes.tree[: nodes.num_nodes])
-            for nodes in self.nodes
-            if nodes.tree is not None
-        ]
+        every, as_tensor, trees = self.nodes, self.as_tensor, None
+        if self.request.disjoint:
+            trees = [as_tensor(s.tree[: s.num_nodes]).clone() for s in every]
         return Minibatch(
-            node=[_tensor(nodes.node[: nodes.num_nodes]) for nodes in self.nodes],
-            tree=trees if self.request.disjoint else None,
-            edge_index=[torch.from_numpy(index) for index in self.index],
-            edge=[torch.from_numpy(e.astype(np.int64, copy=False)) for e in self.edge],
-            nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in self.nodes],
+            node=[as_tensor(s.node[: s.num_nodes]).clone() for s in every],
+            tree=trees,
+            edge_index=[as_tensor(index) for index in self.index],
+            edge=[as_tensor(edge).long() for edge in self.edge],
+            nodes_per_hop=[np.diff(s.ends, prepend=0).tolist() for s in every],
             edges_per_hop=self.edges_per_hop,
         )
 
@@ -478,7 +455,7 @@ def draw_rows(
     weight = None if relation.weight is None else relation.weight.numpy()
     start = np.empty(len(low) + 1, np.int64)
     args = (low, high, weight, frontier.fan_out, frontier.replace, start)
-    threads.run_split(ready(loops.count, args, 2), len(low), GRAIN)
+    threads.run_split(ready(loops.count, args), len(low), GRAIN)
     total = ready(loops.add_up, (start,))()
     if total < 0:
         raise UnweightedNode(0, int(frontier.node[-1 - total]))
@@ -487,24 +464,15 @@ def draw_rows(
     position, at = allocate(int(total))
     stream = None if frontier.stream is None else frontier.stream.numpy()
     keys, ends = np.array(frontier.keys, np.int64), np.array(frontier.ends, np.int64)
-    nodes = (
-        keys,
-        ends,
-        frontier.node.numpy(),
-        stream,
-        low,
-        high,
-        start,
-        frontier.replace,
-    )
-    edges = relation.row.numpy(), relation.stride, weight
+    nodes = (keys, ends, frontier.node.numpy(), low, high, start)
+    entries, to = (relation.row.numpy(), relation.stride), (position, at)
+    how = nodes, stream, frontier.replace
     if frontier.labor:
-        rows = (keys, ends, low, high, start, *edges, position, at)
-        draw = ready(loops.draw_labor, rows, 2)
+        draw = ready(loops.draw_labor, (nodes, entries, weight, to))
     elif weight is None:
-        draw = ready(loops.draw, (*nodes, position, at), 2)
+        draw = ready(loops.draw, (*how, to))
     else:
-        draw = ready(loops.draw_weighted, (*nodes, *edges, position, at), 2)
+        draw = ready(loops.draw_weighted, (*how, entries, weight, to))
     threads.run_split(draw, len(keys), 1)
     return start, position, at
 
@@ -516,17 +484,15 @@ def _bounds(
     count = frontier.place.numel()
     low, high = np.empty((2, count), np.int64)
     args = (relation.colptr.numpy(), frontier.place.numpy(), low, high)
-    threads.run_split(ready(loops.bounds, args, 2), count, GRAIN)
+    threads.run_split(ready(loops.bounds, args), count, GRAIN)
     time = clock if relation.time is None else relation.time
     if frontier.max_time is None or time is None:
         return low, high
-    row = relation.row.numpy()
-    timed = (row, relation.stride, time.numpy(), relation.time is None)
+    entries, timed = (relation.row.numpy(), relation.stride), relation.time is None
     keep = frontier.fan_out if frontier.latest else -1
-    narrow = ready(
-        loops.narrow, (*timed, frontier.max_time.numpy(), keep, low, high), 2
-    )
-    threads.run_split(narrow, count, GRAIN)
+    limits = frontier.max_time.numpy(), keep
+    narrow = (entries, (time.numpy(), timed), *limits, (low, high))
+    threads.run_split(ready(loops.narrow, narrow), count, GRAIN)
     return low, high
 
 
@@ -560,7 +526,7 @@ class RankSelect:
         ids = ids.long().contiguous()
         out = torch.empty_like(ids)
         args = (*self._bits, ids.numpy(), out.numpy())
-        find = ready(core_jit.find_places, args, integers=2)
+        find = ready(core_jit.find_places, args)
         threads.run_split(find, len(ids), GRAIN)
         return out
 
@@ -594,9 +560,6 @@ def take_rows(values: Tensor, index: Tensor, out: Tensor) -> None:
     ]
     step = width // word.itemsize
     if step:
-        copy = ready(loops.gather, (flat[0], step, place, flat[1], step, step), 2)
+        args = (flat[0], step), place, (flat[1], step), step
+        copy = ready(loops.gather, args)
         threads.run_split(copy, len(place), ROWS // step)
-
-
-def _tensor(part: Array) -> Tensor:
-    return torch.from_numpy(part.copy())

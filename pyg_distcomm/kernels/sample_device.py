@@ -22,14 +22,16 @@ from torch import Tensor
 
 from pyg_distcomm.kernels import sample_jit as loops
 from pyg_distcomm.kernels.compile import ready
-from pyg_distcomm.kernels.sample_cpu import hop_key
+from pyg_distcomm.kernels.sample_cpu import MinibatchBuilder
 from pyg_distcomm.kernels.sample_ops import (
     UNIT,
+    Frontier,
     Minibatch,
     Relation,
     Request,
     SampleGraph,
     UnweightedNode,
+    bisect,
     read_rows,
     spread,
     streams_of,
@@ -118,8 +120,18 @@ class _NodeTable:
         if not disjoint and 8 * size <= TABLE:
             self._table = torch.full((size,), _FREE, device=device)
 
-    def seed(self, seed: Tensor, first_tree: int) -> None:
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.node)
+
+    def streams(self, hop: int) -> Tensor:
+        """Returns the random streams of the nodes."""
+        return self.tree
+
+    def add_seeds(self, seed: Tensor, first_tree: int) -> None:
         """Adds seeds; a repeated seed gets a local id of its own, without edges to it."""
+        seed = seed.to(self.node.device)
         count = seed.numel()
         place = torch.arange(count, device=seed.device)
         self.node = seed
@@ -164,98 +176,67 @@ class _NodeTable:
         return table.index_select(0, slot)
 
 
-class _DeviceMinibatchBuilder:
-    """Builds one minibatch hop by hop."""
+class _DeviceMinibatchBuilder(MinibatchBuilder):
+    """Builds one minibatch hop by hop, on a device."""
 
     def __init__(self, sampler: DeviceSampler, request: Request) -> None:
-        self.sampler, self.request = sampler, request
-        self.graph, device = sampler.graph, sampler.device
-        self.nodes = [_NodeTable(n, device, request.disjoint) for n in self.graph.sizes]
-        self.none = torch.empty(0, dtype=torch.int64, device=device)
-        self.parts: list[list[tuple[Tensor, Tensor, Tensor]]]
-        self.parts = [[] for _ in self.graph.relations]
-        self.edges_per_hop: list[list[int]] = [[] for _ in self.graph.relations]
-        trees = 0
-        for node_type, seed in request.seeds:
-            self.nodes[node_type].seed(seed.to(device), trees)
-            trees += seed.numel()
-        time = request.tree_time
-        self.limits = time.to(device) if time is not None and request.disjoint else None
+        self.sampler, graph, device = sampler, sampler.graph, sampler.device
+        nodes = [_NodeTable(n, device, request.disjoint) for n in graph.sizes]
+        super().__init__(graph, request, nodes)
+        none = torch.empty((2, 0), dtype=torch.int64, device=device)
+        self.index = [none for _ in graph.relations]
+        self.edge = [none[0] for _ in graph.relations]
+        if self.limits is not None:
+            self.limits = self.limits.to(device)
 
-    def run(self) -> Minibatch:
-        begins = [0 for _ in self.nodes]
-        self._end_hop()
-        for hop in range(self.request.hops):
-            for number, relation in enumerate(self.graph.relations):
-                target = self.nodes[relation.target]
-                begin, end = begins[relation.target], target.ends[hop]
-                fan_out = self.request.fan_outs[number][hop]
-                count = 0
-                if begin < end and fan_out:
-                    count = self._expand(number, hop, fan_out, begin, end)
-                self.edges_per_hop[number].append(count)
-            begins = [nodes.ends[hop] for nodes in self.nodes]
-            self._end_hop()
-        if self.request.induced:
-            self.parts = [[self._induced(k)] for k in range(len(self.graph.relations))]
-        return self._result()
+    def as_tensor(self, part: Tensor) -> Tensor:
+        """Returns a tensor as it is."""
+        return part
 
-    def _end_hop(self) -> None:
-        for nodes in self.nodes:
-            nodes.ends.append(len(nodes.node))
-
-    def _expand(self, number: int, hop: int, fan_out: int, begin: int, end: int) -> int:
-        """Draws in-edges of the frontier, nodes begin .. end-1; returns the number of edges."""
-        relation = self.graph.relations[number]
-        target = self.nodes[relation.target]
-        node, name = target.node[begin:end], target.tree[begin:end]
-        latest = fan_out if self.request.latest and fan_out > 0 else -1
-        low, high = self._bounds(number, node, name, latest)
-        owner, entry = self._draw(number, hop, fan_out, node, name, low, high)
+    def draw(
+        self, number: int, hop: int, relation: Relation, frontier: Frontier
+    ) -> None:
+        """Draws in-edges of a frontier."""
+        _, begin, _ = self._found(number, hop)
+        assert frontier.stream is not None
+        owner, entry = self._draw(number, relation, frontier, frontier.stream)
         source = read_rows(relation.row, entry * relation.stride).long()
-        label = self.nodes[relation.source].label(source, name[owner])
-        self.parts[number].append((label, owner + begin, self._ids(relation, entry)))
-        return len(entry)
+        label = self.nodes[relation.source].label(source, frontier.stream[owner])
+        ends = torch.stack([label, owner + begin])
+        edge = self._ids(relation, entry)
+        self.index[number] = torch.cat([self.index[number], ends], 1)
+        self.edge[number] = torch.cat([self.edge[number], edge])
+        self.edges_per_hop[number].append(len(entry))
 
     def _bounds(
-        self, number: int, node: Tensor, tree: Tensor, latest: int
+        self, number: int, relation: Relation, frontier: Frontier
     ) -> tuple[Tensor, Tensor]:
-        """Returns the entries that nodes may draw from; only the `latest`, unless it is -1."""
-        relation = self.graph.relations[number]
-        low = read_rows(relation.colptr, node).long()
-        high = read_rows(relation.colptr, node + 1).long()
+        """Returns the entries that nodes may draw from."""
+        low = read_rows(relation.colptr, frontier.place).long()
+        high = read_rows(relation.colptr, frontier.place + 1).long()
         clock = self.graph.time[relation.source]
         time = clock if relation.time is None else relation.time
-        if self.limits is None or time is None:
+        if frontier.max_time is None or time is None:
             return low, high
-        limit = self.limits[tree]
-        first = low
-        for _ in range(self.sampler.search_steps[number]):
-            open_ = first < high
-            middle = torch.where(open_, (first + high) // 2, 0)
-            timed = middle
+        limits = frontier.max_time
+
+        def is_early(entry: Tensor) -> Tensor:
             if relation.time is None:
-                timed = read_rows(relation.row, middle * relation.stride).long()
-            early = read_rows(time, timed) <= limit
-            first = torch.where(open_ & early, middle + 1, first)
-            high = torch.where(open_ & ~early, middle, high)
-        if latest >= 0:
-            low = torch.maximum(low, first - latest)
-        return low, first
+                entry = read_rows(relation.row, entry * relation.stride).long()
+            return read_rows(time, entry) <= limits
+
+        end = bisect(low, high, self.sampler.search_steps[number], is_early)
+        if frontier.latest:
+            low = torch.maximum(low, end - frontier.fan_out)
+        return low, end
 
     def _draw(
-        self,
-        number: int,
-        hop: int,
-        fan_out: int,
-        node: Tensor,
-        name: Tensor,
-        low: Tensor,
-        high: Tensor,
+        self, number: int, relation: Relation, frontier: Frontier, name: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Draws entries; returns the node of each entry, and the entries, node by node."""
-        request, relation = self.request, self.graph.relations[number]
-        size, replaced = high - low, request.replace and fan_out > 0
+        low, high = self._bounds(number, relation, frontier)
+        node, fan_out, replaced = frontier.node, frontier.fan_out, frontier.replace
+        size = high - low
         choices, weighted = size, relation.weight is not None and fan_out > 0
         if weighted and not self.sampler.all_positive[number]:
             choices = self._count_positive(relation, low, size)
@@ -273,11 +254,11 @@ class _DeviceMinibatchBuilder:
         some = partial.nonzero().view(-1)
         if fan_out < 0 or not len(some):
             return owner, entry
-        key = hop_key(request.key, number, relation, hop, request.labor)
+        (key,) = frontier.keys
         low, size, start = low[some], size[some], start[some]
         streams = streams_of(key, name[some], node[some])
-        if request.labor or (weighted and not replaced):
-            labor_key = key if request.labor else None
+        if frontier.labor or (weighted and not replaced):
+            labor_key = key if frontier.labor else None
             place, found = self._draw_by_clock(
                 number, labor_key, streams, low, size, start, draws[some]
             )
@@ -318,15 +299,15 @@ class _DeviceMinibatchBuilder:
             return torch.minimum(torch.as_tensor(picks), last)
         running = self.sampler.running(number)
         goal = u * read_rows(running, low + size - 1)[:, None]
-        first, high = torch.zeros_like(goal, dtype=torch.int64), last + 1
-        high = high.expand_as(first)
-        for _ in range(self.sampler.search_steps[number]):
-            open_ = first < high
-            middle = torch.where(open_, (first + high) // 2, 0)
-            below = read_rows(running, low[:, None] + middle) <= goal
-            first = torch.where(open_ & below, middle + 1, first)
-            high = torch.where(open_ & ~below, middle, high)
-        return torch.minimum(first, last)
+        first = torch.zeros_like(goal, dtype=torch.int64)
+        steps, high = self.sampler.search_steps[number], last + 1
+        found = bisect(
+            first,
+            high.expand_as(first),
+            steps,
+            lambda k: read_rows(running, low[:, None] + k) <= goal,
+        )
+        return torch.minimum(found, last)
 
     def _draw_by_clock(
         self,
@@ -364,41 +345,23 @@ class _DeviceMinibatchBuilder:
         taken = (rank < draws[owner]).nonzero().view(-1)
         return start[owner[taken]] + rank[taken], entry[taken]
 
-    def _induced(self, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns all edges between the sampled nodes."""
-        relation = self.graph.relations[number]
+    def induce(self, number: int, relation: Relation, frontier: Frontier) -> None:
+        """Replaces the edges of a relation by all edges between the sampled nodes."""
         target, source = self.nodes[relation.target], self.nodes[relation.source]
-        low, high = self._bounds(number, target.node, target.tree, -1)
+        low, high = self._bounds(number, relation, frontier)
         owner, within, _ = spread(high - low)
         entry = low[owner] + within
         row = read_rows(relation.row, entry * relation.stride).long()
         label = source.find(row, target.tree[owner])
         kept = (label != _FREE).nonzero().view(-1)
-        return label[kept], owner[kept], self._ids(relation, entry[kept])
+        self.index[number] = torch.stack([label[kept], owner[kept]])
+        self.edge[number] = self._ids(relation, entry[kept])
 
     @staticmethod
     def _ids(relation: Relation, entry: Tensor) -> Tensor:
         if relation.stride == 1:
             return entry
         return read_rows(relation.row, 2 * entry + 1).long()
-
-    def _result(self) -> Minibatch:
-        ends = [torch.tensor([0, *nodes.ends]) for nodes in self.nodes]
-        none = (self.none, self.none, self.none)
-        columns = [
-            [torch.cat(column) for column in zip(none, *parts, strict=True)]
-            for parts in self.parts
-        ]
-        return Minibatch(
-            node=[nodes.node for nodes in self.nodes],
-            tree=[nodes.tree for nodes in self.nodes]
-            if self.request.disjoint
-            else None,
-            edge_index=[torch.stack(found[:2]) for found in columns],
-            edge=[found[2] for found in columns],
-            nodes_per_hop=[end.diff().tolist() for end in ends],
-            edges_per_hop=self.edges_per_hop,
-        )
 
 
 def _repeats(values: Tensor) -> Tensor:

@@ -14,17 +14,24 @@ minibatch touches the graph at random, and most of its time would be spent waiti
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import LINE, Array, jit, prefetch
+from pyg_distcomm.kernels.compile import LINE, Array, Matrix, jit, prefetch
 from pyg_distcomm.kernels.core_jit import GOLDEN, UNIT, hash_row, mix, word
 
 SOON = 32  # nodes or entries asked for before they are needed
-PREFETCH_AHEAD = 32  # nodes prefetched ahead of the one in use
 LOCAL_ID = np.int64(0xFFFFFFFF)  # mask: the low half of a slot; above is the stamp
 ROWS_SOON = 16  # rows asked for before they are needed
 FEW = 48  # draws of a row up to which a scan for repeats beats a table
+# keys and ends of minibatches; nodes, their first and last entries, and where draws begin
+Nodes = tuple[Array, Array, Array, Array, Array, Array]
+Entries = tuple[Array, int]  # sources, and the distance between them
+Place = tuple[Array, int]  # where drawn entries go, and from which position on
+Table = tuple[
+    Array, int, int
+]  # slots, the stamp of those in use, and the number of nodes
 
 
 @jit
@@ -53,14 +60,11 @@ def bounds(
 
 @jit
 def narrow(
-    row: Array,
-    stride: int,
-    time: Array,
-    by_node: bool,
+    entries: Entries,
+    clock: tuple[Array, bool],
     limits: Array,
     keep_last: int,
-    low: Array,
-    high: Array,
+    bounds: tuple[Array, Array],
     begin: int,
     end: int,
 ) -> None:
@@ -69,6 +73,7 @@ def narrow(
     The time of an entry is its own, or its source's if ``by_node``; the entries of one
     node ascend in it. ``keep_last`` is -1 to keep all.
     """
+    (row, stride), (time, by_node), (low, high) = entries, clock, bounds
     for i in range(begin, end):
         limit = limits[i]
         first, last = low[i], high[i]
@@ -126,23 +131,13 @@ def add_up(start: Array) -> int:
 
 @jit
 def draw(
-    keys: Array,
-    ends: Array,
-    node: Array,
-    tree: Array | None,
-    low: Array,
-    high: Array,
-    start: Array,
-    replace: bool,
-    position: Array,
-    at: int,
-    begin: int,
-    end: int,
+    nodes: Nodes, tree: Array | None, replace: bool, to: Place, begin: int, end: int
 ) -> None:
     """Draws entries uniformly; without replacement by Floyd's method ([Bentley87]).
 
     For minibatches begin .. end-1, whose nodes end at `ends`.
     """
+    (keys, ends, node, low, high, start), (position, at) = nodes, to
     head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
     widest = 0
     for i in range(head, tail):
@@ -203,19 +198,12 @@ def keep_least(
 
 @jit
 def draw_weighted(
-    keys: Array,
-    ends: Array,
-    node: Array,
+    nodes: Nodes,
     tree: Array | None,
-    low: Array,
-    high: Array,
-    start: Array,
     replace: bool,
-    row: Array,
-    stride: int,
+    entries: Entries,
     weight: Array,
-    position: Array,
-    at: int,
+    to: Place,
     begin: int,
     end: int,
 ) -> None:
@@ -224,6 +212,8 @@ def draw_weighted(
     With replacement, draw k takes the first entry whose running sum of weights exceeds
     its uniform number times the whole sum.
     """
+    (keys, ends, node, low, high, start), (position, at) = nodes, to
+    row, stride = entries
     head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
     widest = 0
     for i in range(head, tail):
@@ -271,16 +261,10 @@ def running_sums(colptr: Array, weight: Array, out: Array) -> None:
 
 @jit
 def draw_labor(
-    keys: Array,
-    ends: Array,
-    low: Array,
-    high: Array,
-    start: Array,
-    row: Array,
-    stride: int,
+    nodes: Nodes,
+    entries: Entries,
     weight: Array | None,
-    position: Array,
-    at: int,
+    to: Place,
     begin: int,
     end: int,
 ) -> None:
@@ -290,6 +274,8 @@ def draw_labor(
     the source's generator: the first for the first edge from there to a node, the next
     for one beside it, and so on, so that the entries of one node are independent.
     """
+    (keys, ends, _, low, high, start), (position, at) = nodes, to
+    row, stride = entries
     head, tail = ends[begin - 1] if begin else 0, ends[end - 1]
     widest = 0
     for i in range(head, tail):
@@ -379,17 +365,13 @@ def locate(
 
 @jit
 def take_rows(
-    begin: Array,
-    count: Array,
-    near: Array,
-    far: Array,
+    draws: tuple[Array, Array, Array, Array],
     first: int,
-    source: Array,
-    target: Array,
-    edge: Array,
+    edges: tuple[Array, Array, Array],
     at: int,
 ) -> None:
     """Takes in draws made elsewhere, those of node i as edges to local id `first + i`."""
+    (begin, count, near, far), (source, target, edge) = draws, edges
     for i in range(len(begin)):
         there = begin[i] < 0
         words, start = (near, ~begin[i]) if there else (far, begin[i])
@@ -399,183 +381,145 @@ def take_rows(
 
 
 @jit
-def seed_table(slot: Array, stamp: int, seed: Array, node: Array, copy: Array) -> int:
-    """Enters the seeds into an empty table; returns how many of them are repeats.
-
-    A repeated seed keeps a place of its own, which no edge points to, and ``copy`` says
-    how many of the same came before.
-    """
-    repeats = 0
-    copies = np.zeros(len(seed), np.int64)
-    for i in range(len(seed)):
-        v = seed[i]
-        node[i] = v
-        found = slot[v]
-        if found >> 32 == stamp:
-            copies[found & LOCAL_ID] += 1
-            copy[i] = copies[found & LOCAL_ID]
-            repeats += 1
-        else:
-            slot[v] = (stamp << 32) | i
-            copy[i] = 0
-    return repeats
-
-
-@jit
-def label_by_table(
-    slot: Array, stamp: int, source: Array, at: int, node: Array, known: int
-) -> int:
-    """Turns sources into local ids, and enters those not seen before; returns how many.
-
-    A slot holds the stamp of the minibatch that wrote it: emptying costs nothing.
-    """
-    last = len(source) - 1
-    for k in range(at, len(source)):
-        prefetch(slot, np.int64(source[min(k + PREFETCH_AHEAD, last)]))
-        v = source[k]
-        found = slot[v]
-        if found >> 32 == stamp:
-            source[k] = found & LOCAL_ID
-        else:
-            slot[v] = (stamp << 32) | known
-            node[known] = v
-            source[k] = known
-            known += 1
-    return known
-
-
-@jit
-def find_slot(keys: Array, name: np.int64) -> np.int64:
-    """Returns where a name is in a hash table, or the empty slot where it would go."""
-    mask = np.uint64(len(keys) - 1)
+def find_slot(slots: Array, labels: Array | None, name: np.int64) -> np.int64:
+    """Returns where a name is in a table, or the slot where it would go."""
+    if labels is None:
+        return name
+    mask = np.uint64(len(slots) - 1)
     slot = mix(np.uint64(name) + GOLDEN) & mask
-    while keys[slot] != -1 and keys[slot] != name:
+    while slots[slot] != -1 and slots[slot] != name:
         slot = (slot + np.uint64(1)) & mask
     return np.int64(slot)
 
 
 @jit
+def read_label(slots: Array, labels: Array | None, stamp: int, slot: np.int64) -> Any:
+    """Returns the local id in a slot, -1 where there is none.
+
+    A slot of a table of all nodes holds the stamp of the minibatch that wrote it, so that
+    emptying costs nothing.
+    """
+    found = slots[slot]
+    if labels is None:
+        return found & LOCAL_ID if found >> 32 == stamp else np.int64(-1)
+    return labels[slot] if found != -1 else np.int64(-1)
+
+
+@jit
+def write_label(
+    table: Table, labels: Array | None, slot: np.int64, name: np.int64, label: Any
+) -> None:
+    slots, stamp, _ = table
+    if labels is None:
+        slots[slot] = (stamp << 32) | label
+    else:
+        slots[slot], labels[slot] = name, label
+
+
+@jit
 def enter(
-    keys: Array,
-    labels: Array,
+    table: Table,
+    labels: Array | None,
     node: Array,
     tree: Array | None,
-    size: int,
-    begin: int,
-    end: int,
+    count: int,
     copy: Array | None,
 ) -> int:
-    """Enters nodes ``begin .. end-1`` into a hash table; returns how many are repeats.
+    """Enters the first nodes into an empty table; returns how many of them are repeats.
 
-    A node of tree t goes by the name ``t size + node``, of no tree by its id.
+    A node of tree t goes by the name ``t size + node``, of no tree by its id. A repeated
+    seed keeps a place of its own, which no edge points to, and ``copy`` says how many of the
+    same came before.
     """
+    slots, stamp, size = table
     repeats = 0
-    copies = np.zeros(end - begin if copy is not None else 0, np.int64)
-    for i in range(begin, end):
+    copies = np.zeros(count if copy is not None else 0, np.int64)
+    for i in range(count):
         name = np.int64(node[i]) + (0 if tree is None else tree[i] * size)
-        slot = find_slot(keys, name)
-        if keys[slot] == -1:
-            keys[slot] = name
-            labels[slot] = i
+        slot = find_slot(slots, labels, name)
+        label = read_label(slots, labels, stamp, slot)
+        if label < 0:
+            write_label(table, labels, slot, name, i)
             if copy is not None:
                 copy[i] = 0
         elif copy is not None:
-            copies[labels[slot]] += 1
-            copy[i] = copies[labels[slot]]
+            copies[label] += 1
+            copy[i] = copies[label]
             repeats += 1
     return repeats
 
 
 @jit
-def label_by_hash(
-    keys: Array,
-    labels: Array,
-    size: int,
-    source: Array,
+def relabel(
+    table: Table,
+    labels: Array | None,
+    ends: tuple[Array, Array],
     at: int,
-    target: Array,
     target_tree: Array | None,
     node: Array,
     tree: Array | None,
     known: int,
 ) -> int:
-    """Does what `label_by_table` does by a hash table; sources join their target's tree."""
+    """Turns sources into local ids, and enters those not seen before; returns how many.
+
+    Sources join their target's tree.
+    """
+    (slots, stamp, size), (source, target) = table, ends
+    last = len(source) - 1
     for k in range(at, len(source)):
+        if labels is None:
+            prefetch(slots, source[min(k + SOON, last)])
         v = source[k]
-        t = np.int64(0) if target_tree is None else target_tree[target[k]]
-        slot = find_slot(keys, v + t * size)
-        if keys[slot] == -1:
-            keys[slot] = v + t * size
-            labels[slot] = known
+        t: Any = np.int64(0) if target_tree is None else target_tree[target[k]]
+        slot = find_slot(slots, labels, v + t * size)
+        label = read_label(slots, labels, stamp, slot)
+        if label < 0:
+            label = known
+            write_label(table, labels, slot, v + t * size, label)
             node[known] = v
             if tree is not None:
                 tree[known] = t
             known += 1
-        source[k] = labels[slot]
+        source[k] = label
     return known
 
 
 @jit
-def known_by_table(
-    slot: Array, stamp: int, row: Array, stride: int, low: Array, high: Array
-) -> Array:
-    """Finds the in-edges whose source is in the table: (place in low, entry, local id)."""
-    total = 0
-    for i in range(len(low)):
-        for e in range(low[i], high[i]):
-            total += slot[row[e * stride]] >> 32 == stamp
-    found = np.empty((3, total), np.int64)
-    k = 0
-    for i in range(len(low)):
-        for e in range(low[i], high[i]):
-            label = slot[row[e * stride]]
-            if label >> 32 == stamp:
-                found[0, k], found[1, k], found[2, k] = i, e, label & LOCAL_ID
-                k += 1
-    return found
-
-
-@jit
-def known_by_hash(
-    keys: Array,
-    labels: Array,
-    size: int,
+def known_edges(
+    table: Table,
+    labels: Array | None,
     tree: Array | None,
-    row: Array,
-    stride: int,
+    entries: Entries,
     low: Array,
     high: Array,
 ) -> Array:
-    """Does what `known_by_table` does by a hash table, each tree for itself."""
+    """Finds the in-edges whose source is in the table: (place in low, entry, local id)."""
+    (slots, stamp, size), (row, stride) = table, entries
     total = 0
     for i in range(len(low)):
         t = np.int64(0) if tree is None else tree[i]
         for e in range(low[i], high[i]):
-            total += keys[find_slot(keys, np.int64(row[e * stride]) + t * size)] != -1
+            slot = find_slot(slots, labels, np.int64(row[e * stride]) + t * size)
+            total += read_label(slots, labels, stamp, slot) >= 0
     found = np.empty((3, total), np.int64)
     k = 0
     for i in range(len(low)):
         t = np.int64(0) if tree is None else tree[i]
         for e in range(low[i], high[i]):
-            slot = find_slot(keys, np.int64(row[e * stride]) + t * size)
-            if keys[slot] != -1:
-                found[0, k], found[1, k], found[2, k] = i, e, labels[slot]
+            slot = find_slot(slots, labels, np.int64(row[e * stride]) + t * size)
+            label = read_label(slots, labels, stamp, slot)
+            if label >= 0:
+                found[0, k], found[1, k], found[2, k] = i, e, label
                 k += 1
     return found
 
 
 @jit
 def gather(
-    x: Array,
-    x_ld: int,
-    index: Array,
-    out: Array,
-    out_ld: int,
-    f: int,
-    begin: int,
-    end: int,
+    rows: Matrix, index: Array, target: Matrix, f: int, begin: int, end: int
 ) -> None:
     """Copies rows: out[k] = x[index[k]] for k in begin .. end-1, f numbers each."""
+    (x, x_ld), (out, out_ld) = rows, target
     for k in range(begin, end):
         soon = np.int64(index[min(k + ROWS_SOON, end - 1)]) * x_ld
         for c in range(0, f, LINE // x.itemsize):

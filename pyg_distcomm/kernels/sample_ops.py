@@ -134,14 +134,22 @@ def row_sums(ptr: Tensor, value: Tensor) -> Tensor:
 
 def first_above(running: Tensor, low: Tensor, high: Tensor, goal: Tensor) -> Tensor:
     """Returns the first entries from `low` on up to which more than the goal adds up."""
-    base, first, last = running[low], low, high
-    for _ in range(len(running).bit_length()):
-        open_ = first < last
-        middle = torch.where(open_, (first + last) // 2, 0)
-        above = running[middle + 1] - base > goal
-        last = torch.where(open_ & above, middle, last)
-        first = torch.where(open_ & ~above, middle + 1, first)
-    return first
+    base = running[low]
+    steps = len(running).bit_length()
+    return bisect(low, high, steps, lambda k: running[k + 1] - base <= goal)
+
+
+def bisect(
+    low: Tensor, high: Tensor, steps: int, below: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Returns the first places in low .. high-1 that are not `below`, or high, by halves."""
+    for _ in range(steps):
+        open_ = low < high
+        middle = torch.where(open_, (low + high) // 2, 0)
+        passed = below(middle)
+        low = torch.where(open_ & passed, middle + 1, low)
+        high = torch.where(open_ & ~passed, middle, high)
+    return low
 
 
 def hashes(keys: Tensor) -> Tensor:

@@ -66,17 +66,20 @@ class FiberSplit:
         if p == 1:
             return x
         widths = balanced_split(x.size(1), p)
-        own_width = widths[self.axis.rank]
         send = torch.cat([part.reshape(-1) for part in x.split(widths, 1)])
-        out = collectives.all_to_all(
-            send,
-            [x.size(0) * w for w in widths],
-            [n * own_width for n in self.rows],
-            self.axis,
-            "fiber",
-            max(self.rows) * widths[0],
-        ).wait()
-        return out.view(sum(self.rows), own_width)
+        out = self._exchange(send, *self._counts(widths), widths[0])
+        return out.view(sum(self.rows), widths[self.axis.rank])
+
+    def _counts(self, widths: list[int]) -> tuple[list[int], list[int]]:
+        """Returns the numbers of own rows for each rank, and those of its rows for this one."""
+        k = self.axis.rank
+        return [self.rows[k] * w for w in widths], [n * widths[k] for n in self.rows]
+
+    def _exchange(
+        self, x: Tensor, send: list[int], recv: list[int], widest: int
+    ) -> Tensor:
+        most = max(self.rows) * widest
+        return collectives.all_to_all(x, send, recv, self.axis, "fiber", most).wait()
 
     def join(self, z: Tensor, width: int) -> Tensor:
         """Sends the fiber's rows to their owners, and receives all features of own rows."""
@@ -84,29 +87,18 @@ class FiberSplit:
         if p == 1:
             return z
         widths = balanced_split(width, p)
-        n, own_width = self.rows[self.axis.rank], widths[self.axis.rank]
-        counts = [n * w for w in widths]
-        out = collectives.all_to_all(
-            z.reshape(-1),
-            [m * own_width for m in self.rows],
-            counts,
-            self.axis,
-            "fiber",
-            max(self.rows) * widths[0],
-        ).wait()
-        parts = [
-            part.view(n, w) for part, w in zip(out.split(counts), widths, strict=True)
-        ]
-        return torch.cat(parts, 1)
+        counts, away = self._counts(widths)
+        parts = self._exchange(z.reshape(-1), away, counts, widths[0]).split(counts)
+        n = self.rows[self.axis.rank]
+        pairs = zip(parts, widths, strict=True)
+        return torch.cat([part.view(n, w) for part, w in pairs], 1)
 
     def price(self, width: int) -> Price:
         """Returns the price of one `split` and one `join` at `width` features."""
         if self.axis.size == 1:
             return Price()
         k = self.axis.rank
-        widths = balanced_split(width, self.axis.size)
-        away = [self.rows[k] * w for w in widths]
-        back = [n * widths[k] for n in self.rows]
+        away, back = self._counts(balanced_split(width, self.axis.size))
         there = exchange_price(away, back, k, 1)
         return there + exchange_price(back, away, k, 1)
 

@@ -16,7 +16,7 @@ import heapq
 
 import numpy as np
 
-from pyg_distcomm.kernels.compile import entry, jit
+from pyg_distcomm.kernels.compile import jit
 
 Array = np.ndarray
 Csr = tuple[Array, Array]
@@ -24,7 +24,7 @@ Loads = tuple[Array, Array, Array]
 Votes = tuple[Array, Array, Array]  # see `vote`
 
 
-@entry
+@jit
 def distinct_sources(
     src: Array, dst: Array, num_nodes: int, both: bool
 ) -> tuple[Array, Array]:
@@ -122,7 +122,7 @@ def _emptiest_part(loads: Loads, v: int) -> int:
     return best
 
 
-@entry
+@jit
 def ldg(order: Array, csr: Csr, loads: Loads, owner: Array) -> None:
     """Assigns each node of `order` anew, by linear deterministic greedy.
 
@@ -177,7 +177,7 @@ def _over_capacity(loads: Loads, p: int, v: int) -> bool:
     return over
 
 
-@entry
+@jit
 def improve(order: Array, csr: Csr, loads: Loads, owner: Array, loss: int) -> int:
     """Moves each node to the part with most of its neighbours that has room for it.
 
@@ -212,7 +212,7 @@ def improve(order: Array, csr: Csr, loads: Loads, owner: Array, loss: int) -> in
     return moves
 
 
-@entry
+@jit
 def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
     """Assigns each node to the lightest group that has room; ties go to the first.
 
@@ -236,7 +236,7 @@ def deal(order: Array, weight: Array, load: Array, group: Array) -> None:
             heapq.heappush(heap, (load[g], g))
 
 
-@entry
+@jit
 def cut_size(indptr: Array, indices: Array, owner: Array) -> int:
     """Counts the neighbours, over all nodes, that another part owns."""
     total = 0
@@ -247,7 +247,7 @@ def cut_size(indptr: Array, indices: Array, owner: Array) -> int:
     return total
 
 
-@entry
+@jit
 def count_degrees(src: Array, dst: Array, out_degree: Array, weight: Array) -> None:
     """Adds to the out-degrees [n], and to the in-degrees weight[:, 1]."""
     for e in range(src.size):
@@ -255,7 +255,7 @@ def count_degrees(src: Array, dst: Array, out_degree: Array, weight: Array) -> N
         weight[dst[e], 1] += 1
 
 
-@entry
+@jit
 def cluster(
     src: Array,
     dst: Array,
@@ -287,7 +287,7 @@ def cluster(
             cluster_of[smaller] = b
 
 
-@entry
+@jit
 def pack(order: Array, loads: Loads, place: Array) -> None:
     """Assigns each cluster of `order` to the part with most room; `place` is -1 if none has."""
     weight, capacity, load = loads
@@ -306,7 +306,7 @@ def pack(order: Array, loads: Loads, place: Array) -> None:
             load[best] += weight[c]
 
 
-@entry
+@jit
 def vote(src: Array, dst: Array, owner: Array, votes: Votes) -> int:
     """Counts, for both ends of each edge, the part of the other end; returns the edges cut.
 
@@ -347,7 +347,7 @@ def _add_vote(v: int, part: int, voted_part: Array, count: Array) -> None:
         count[v, k] -= 1
 
 
-@entry
+@jit
 def move(order: Array, owner: Array, votes: Votes, loads: Loads) -> None:
     """Moves each node or cluster of `order` to the part with most votes that has room."""
     own, voted_part, count = votes
@@ -371,7 +371,7 @@ CANDIDATES = 8  # parts that a node may move to: those with most of its neighbou
 TINY = 1e-12  # differences below are rounding
 
 
-@entry
+@jit
 def list_readers(csr: Csr, owner: Array, num_parts: int) -> Readers:
     """Lists the parts that read each node's row, and for how many targets."""
     (indptr, source), num_nodes = csr, owner.size
@@ -417,7 +417,7 @@ def _remove_reader(u: int, q: int, readers: Readers) -> None:
         part[k], count[k] = part[last], count[last]
 
 
-@entry
+@jit
 def rows(owner: Array, num_parts: int, readers: Readers) -> Array:
     """Counts the rows that each part sends [:P] and receives [P:]."""
     start, size, part, _ = readers
@@ -552,7 +552,7 @@ def _candidates(
     return chosen
 
 
-@entry
+@jit
 def sweep(
     order: Array,
     csr: Csr,
