@@ -1,7 +1,5 @@
 """Graphs to load minibatches from, and what a minibatch has to be."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import resource

@@ -1,7 +1,5 @@
 """Stacks of layers, and a pipeline that is computed by brute force."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """The operators of matrix-based sampling: products, draws, extraction."""
 
-from __future__ import annotations
-
 import definitions
 import pytest
 import tiers

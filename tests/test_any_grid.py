@@ -1,7 +1,5 @@
 """Layers run by HaloConv on every grid: PyG's numbers, the planned bytes, and what is told."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from unittest import mock

@@ -1,7 +1,5 @@
 """Shares list their attributes in the order of the graph, on all ranks alike."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Many graphs in a Batch, cut over ranks: each case equals PyG on one process."""
 
-from __future__ import annotations
-
 import copy
 import types
 

@@ -1,7 +1,5 @@
 """A run resumed from a checkpoint is the run that never stopped, on any rank count."""
 
-from __future__ import annotations
-
 import alike
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Codecs: what arrives, how far off it is, and how many bytes it takes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -11,11 +9,7 @@ import tiers
 import torch
 
 from pyg_distcomm import kernels
-from pyg_distcomm.halo.codec import (
-    LEVELS,
-    packed_bytes,
-    unpack,
-)
+from pyg_distcomm.halo.codec import LEVELS, packed_bytes, unpack
 from pyg_distcomm.halo.codecs import (
     CODECS,
     Cast,

@@ -1,7 +1,5 @@
 """A compiled model trains as it does without: on ranks, on minibatches, on one graph."""
 
-from __future__ import annotations
-
 import alike
 import tiers
 import torch
@@ -118,9 +116,6 @@ def test_replicated_models(kinds):
 
 def test_layers_on_ordinary_tensors_break_no_graph():
     data = GRAPHS["directed"]()
-    for model in (
-        pdc.nn.GCN(7, 8, 2, add_self_loops=False),
-        pdc.nn.GraphSAGE(7, 8, 2),
-    ):
+    for model in (pdc.nn.GCN(7, 8, 2, add_self_loops=False), pdc.nn.GraphSAGE(7, 8, 2)):
         found = torch._dynamo.explain(model)(data.x.float(), data.edge_index)
         assert found.graph_break_count == 0, found.break_reasons

@@ -1,7 +1,5 @@
 """Kernels and codecs on devices, devices that do not fit, and NCCL's ways by stand-ins."""
 
-from __future__ import annotations
-
 import re
 import time
 import types

@@ -1,7 +1,5 @@
 """Learnable rows beside torch.nn.Embedding, in minibatches and on the whole graph."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """The templates of docs/how-to/extend.md hold what the page says, on several ranks."""
 
-from __future__ import annotations
-
 import pytest
 import tiers
 import torch

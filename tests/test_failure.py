@@ -1,7 +1,5 @@
 """An error on one rank, or memory it lacks, reaches all with its cause, and who is where."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """The feature store: rows by id, wherever they are, and what they cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

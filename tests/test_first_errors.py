@@ -1,7 +1,5 @@
 """Mistakes of a first hour: each is told, with what to do."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 

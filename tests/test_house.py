@@ -1,7 +1,5 @@
 """The laws of the house, checked in its source."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """Every kernel against its definition, and against brute force on dense matrices."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import mmap

@@ -1,7 +1,5 @@
 """Every layer of PyG, on ranks, equals itself on one process, or is refused by name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
@@ -413,9 +411,7 @@ class _Normed(torch.nn.Module):
 
 
 @tiers.parametrize(
-    ("size", "nodes"),
-    itertools.product(SIZES, [0, 1, 2]),
-    [(2, 1), (3, 0)],
+    ("size", "nodes"), itertools.product(SIZES, [0, 1, 2]), [(2, 1), (3, 0)]
 )
 @worlds.on()
 def test_norms_of_a_node_type_with_few_rows(size, nodes):

@@ -1,7 +1,5 @@
 """The bytes of a link are those it foretold, as is the memory it takes beyond the exact one."""
 
-from __future__ import annotations
-
 import tiers
 import torch
 import worlds

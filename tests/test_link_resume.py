@@ -1,7 +1,5 @@
 """A link that is saved and restored: the next epoch is the same, or synchronous."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

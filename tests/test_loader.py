@@ -1,7 +1,5 @@
 """Minibatches hold what they should, and are a function of (seed, epoch, number)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiers

@@ -1,7 +1,5 @@
 """Loaders on several ranks: who gets which batch, evened, resumed, shared."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

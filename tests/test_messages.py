@@ -1,7 +1,5 @@
 """Exchanges over gloo, and through memory of a host: what they must not change."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """What PyG's own layers and plain tensors move on a share, and what one rank does alone."""
 
-from __future__ import annotations
-
 import alike
 import pytest
 import tiers

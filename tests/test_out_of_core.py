@@ -1,7 +1,5 @@
 """Graphs larger than memory: numbers, bytes and draws under a cap are those without."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

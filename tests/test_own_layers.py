@@ -1,7 +1,5 @@
 """Layers of a user's own, changed ones, and scripts with them: PyG's numbers, or errors."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Loaders of a graph spread over ranks yield the batches of the whole graph."""
 
-from __future__ import annotations
-
 import gc
 import re
 import time
@@ -177,10 +175,7 @@ LINKS = {
     "disjoint triplets": (graph, paired(neg_sampling=TWO, disjoint=True)),
     "bidirectional": (graph, paired(subgraph_type="bidirectional")),
     "times": (rich, timed_pairs),
-    "times, negatives": (
-        rich,
-        lambda d: {**timed_pairs(d), "neg_sampling": "binary"},
-    ),
+    "times, negatives": (rich, lambda d: {**timed_pairs(d), "neg_sampling": "binary"}),
     "types": (hetero, {"edge_label_index": WRITES, "neg_sampling": "binary"}),
     "one type": (
         hetero,
@@ -569,11 +564,7 @@ ALL_WRONG = (
     (KINDS[:1], {"input_nodes": "paper"}, "names a node type"),
     (KINDS[:1], {"time_attr": "when"}, "neither a node-level or edge-level"),
     (KINDS[:1], {"batch_sampler": Endless(), "batch_size": 1}, "without a length"),
-    (
-        KINDS[:1],
-        {"time_attr": "time", "is_sorted": True},
-        "do not ascend",
-    ),
+    (KINDS[:1], {"time_attr": "time", "is_sorted": True}, "do not ascend"),
     (KINDS[1:2], {"edge_label_index": torch.arange(4)}, r"must be \[2, k\]"),
     (KINDS[1:2], {"edge_label_index": torch.rand(2, 5)}, r"must be \[2, k\]"),
     (KINDS[1:2], {"edge_label_index": torch.tensor([[0], [60]])}, "there are 60 nodes"),

@@ -1,7 +1,5 @@
 """The pipeline on one rank: exact with one chunk, and what its definition says with more."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
@@ -21,13 +19,7 @@ from pipelines import (
     without_loss,
 )
 from problems import GRAPHS
-from torch_geometric.nn import (
-    GATConv,
-    GCNConv,
-    GINConv,
-    SAGEConv,
-    TransformerConv,
-)
+from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, TransformerConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise

@@ -1,7 +1,5 @@
 """The pipeline over stages and rows: the same numbers, and the bytes that were foretold."""
 
-from __future__ import annotations
-
 import itertools
 import os
 
@@ -111,10 +109,7 @@ ODD = ["tiny", "star", "edgeless"]
 
 
 @tiers.cover(
-    ("cutter", "graph", "shape"),
-    ["metis", "lopsided"],
-    ODD,
-    [(2, 1), (1, 4), (2, 2)],
+    ("cutter", "graph", "shape"), ["metis", "lopsided"], ODD, [(2, 1), (1, 4), (2, 2)]
 )
 def test_graphs_with_teeth(shape, graph, cutter):
     chunks = min(GRAPHS[graph]().num_nodes, 6)

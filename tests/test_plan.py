@@ -1,7 +1,5 @@
 """The planner: bytes of an epoch as the ledger counts them, before anything is sent."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math
@@ -39,13 +37,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.graph.topology import ORDERS, MultiplyOrder
-from pyg_distcomm.halo.codecs import (
-    Cast,
-    Chain,
-    ColumnMask,
-    Quantise,
-    RowSample,
-)
+from pyg_distcomm.halo.codecs import Cast, Chain, ColumnMask, Quantise, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS

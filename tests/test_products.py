@@ -1,7 +1,5 @@
 """The contract of every distributed linear operator, on every grid, whatever travels."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -78,11 +76,7 @@ def test_contract_on_every_grid(size):
 
 @tiers.parametrize(
     ("grid", "words"),
-    [
-        ((8, 1, 1), 1680),
-        ((2, 4, 1), 960),
-        ((2, 2, 2), 720),
-    ],
+    [((8, 1, 1), 1680), ((2, 4, 1), 960), ((2, 2, 2), 720)],
     [((2, 2, 2), 720)],
 )
 @worlds.on()

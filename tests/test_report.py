@@ -1,7 +1,5 @@
 """The page of a run: what is on it, and how it looks in a browser, light and dark."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

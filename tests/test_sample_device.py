@@ -1,7 +1,5 @@
 """The sampler of devices draws the minibatches of the CPU's, bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Saves lose nothing: killed at any step, over another's files, on a disk that is full."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

@@ -1,7 +1,5 @@
 """PyG's own layers, unmodified, on tensors that are sharded below autograd."""
 
-from __future__ import annotations
-
 import warnings
 
 import alike
@@ -265,12 +263,7 @@ def _rows_into_plain(data):
     return [out, x.grad]
 
 
-CALLS = (
-    _backward_hooks,
-    _double_backward,
-    _functional,
-    _views_after_no_grad,
-)
+CALLS = (_backward_hooks, _double_backward, _functional, _views_after_no_grad)
 MENDED = (
     _rows_into_plain,
     _numbers,

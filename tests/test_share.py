@@ -1,7 +1,5 @@
 """Shares on ranks: from folders, reports, refinement, overlap."""
 
-from __future__ import annotations
-
 import itertools
 
 import alike

@@ -1,7 +1,5 @@
 """The step on one process: layers of minibatches and whole graphs, against PyG's own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -759,8 +757,7 @@ def test_products_are_differentiated_twice():
 
 
 @pytest.mark.parametrize(
-    "change",
-    "hook method flow subclass half 3d adj_t explain autocast".split(),
+    "change", "hook method flow subclass half 3d adj_t explain autocast".split()
 )
 def test_anything_else_takes_pygs_path(change, runs):
     """A layer that does more than PyG's is PyG's, whatever its edges carry."""

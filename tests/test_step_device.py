@@ -1,7 +1,5 @@
 """The step on ordinary tensors of a device: PyG's numbers, by products, and who waits."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -1,7 +1,5 @@
 """Loaders of subgraphs yield what PyG's classes define, on any ranks, cut or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import worlds

@@ -1,7 +1,5 @@
 """Event streams: PyG's TGN trains on batches that are cut over ranks as on one process."""
 
-from __future__ import annotations
-
 import itertools
 import types
 
@@ -150,11 +148,7 @@ class Scaled(tgn.MeanAggregator):
         return self.scale * super().forward(msg, index, t, dim_size)
 
 
-AGGREGATORS = {
-    "last": tgn.LastAggregator,
-    "mean": tgn.MeanAggregator,
-    "scaled": Scaled,
-}
+AGGREGATORS = {"last": tgn.LastAggregator, "mean": tgn.MeanAggregator, "scaled": Scaled}
 
 
 def _on_ranks(kind, name, sizes, wanted, cut):
@@ -181,10 +175,7 @@ SIZES = (58, 9), (500, 150)  # with more events, PyG's sorts are not stable
     itertools.product(
         [1, 2, 3, 4], ["identity", "learnt"], AGGREGATORS, SIZES, [False, True]
     ),
-    [
-        (2, "identity", "scaled", SIZES[0], False),
-        (3, "learnt", "last", SIZES[1], True),
-    ],
+    [(2, "identity", "scaled", SIZES[0], False), (3, "learnt", "last", SIZES[1], True)],
 )
 def test_trains_as_one_process(size, kind, name, sizes, cut):
     wanted = script(PYG, kind, AGGREGATORS[name], *sizes)

@@ -1,7 +1,5 @@
 """DistTensors read as whole tensors: each case equals plain torch on the whole graph."""
 
-from __future__ import annotations
-
 import copy
 
 import alike
