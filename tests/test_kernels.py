@@ -685,12 +685,6 @@ def test_freed_memory_is_returned():
     assert all(bool(block.all()) for block in kept)
 
 
-def test_describe_and_warm_up():
-    kernels.warm_up()
-    found = kernels.describe()
-    assert {"numba", "threads", "cache", "cpu", "simd"} <= set(found)
-
-
 @pytest.mark.parametrize("total", [1, 63, 64, 65, 5000])
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.7, 1.0])
 def test_places_of_ids(total, share):

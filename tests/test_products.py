@@ -163,20 +163,6 @@ def test_impossible_grids_say_what_fits(args, text):
         resolve_grid(*args)
 
 
-def _ledger():
-    mesh = worlds.mesh()
-    mesh.ledger.reset()
-    collectives.all_reduce(torch.ones(3), mesh.world)
-    return mesh.ledger
-
-
-def test_a_ledger_can_be_brought_home():
-    for ledger in worlds.run(_ledger, 2):
-        assert ledger.messages("all_reduce") == 2
-        ledger.note("more", "world", words=1, bytes=4, sent_bytes=4, messages=1)
-        assert ledger.words("more") == 1
-
-
 # What travels -------------------------------------------------------------------------
 
 
