@@ -247,8 +247,7 @@ def test_what_one_stream_made_another_does_not_use(monkeypatch):
     stream, captured = [7], [False]
     monkeypatch.setattr(local_adjacency, "_stream", lambda t: stream[0])
     monkeypatch.setattr(local_adjacency, "_is_captured", lambda t: captured[0])
-    data = graph()
-    edges = data.edge_index
+    edges = graph().edge_index
     for _ in range(2):
         found = local_adjacency.adjacency_of(edges)
     assert found.grouped(edges, 60, 60) is not None
