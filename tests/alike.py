@@ -1,7 +1,5 @@
 """Compares what a share gives with what PyG gives of the whole graph, if it is taken."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 

@@ -1,10 +1,6 @@
 """Graphs to load minibatches from, and what a minibatch has to be."""
 
-from __future__ import annotations
-
-import contextlib
 import dataclasses
-import resource
 
 import torch
 from torch import Tensor
@@ -12,31 +8,17 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import SamplerOutput
 
 import pyg_distcomm as pdc
+from pyg_distcomm import loader
 from pyg_distcomm.kernels.sample_ops import Minibatch
-from pyg_distcomm.loader import (
-    ClusterData,
-    ClusterLoader,
-    DistLayerLoader,
-    GraphSAINTEdgeSampler,
-    GraphSAINTNodeSampler,
-    GraphSAINTRandomWalkSampler,
-    HGTLoader,
-    ImbalancedSampler,
-    LinkNeighborLoader,
-    LoaderOptions,
-    NeighborLoader,
-    RandomNodeLoader,
-    ShaDowKHopSampler,
-)
 
-OURS = {field.name for field in dataclasses.fields(LoaderOptions)}
+OURS = {field.name for field in dataclasses.fields(loader.LoaderOptions)}
 
 
 def arguments(**given):
     """Returns the arguments of a loader, with those that PyG lacks as its options."""
     ours = {name: value for name, value in given.items() if name in OURS}
     theirs = {name: value for name, value in given.items() if name not in OURS}
-    return theirs | ({"options": LoaderOptions(**ours)} if ours else {})
+    return theirs | ({"options": loader.LoaderOptions(**ours)} if ours else {})
 
 
 def made(kind, *args, **options):
@@ -50,34 +32,40 @@ def made(kind, *args, **options):
 
 def clusters(data, **options):
     n = data.num_nodes
-    parts = ClusterData(data, 7, method=torch.arange(n) * 7 // n)
-    return made(ClusterLoader, batch_size=2, shuffle=True)(parts, **options)
+    parts = loader.ClusterData(data, 7, method=torch.arange(n) * 7 // n)
+    return made(loader.ClusterLoader, batch_size=2, shuffle=True)(parts, **options)
 
 
 def classes(data, **options):
-    sampler = ImbalancedSampler(data)
-    return made(NeighborLoader, [3], batch_size=7, sampler=sampler)(data, **options)
+    sampler = loader.ImbalancedSampler(data)
+    return made(loader.NeighborLoader, [3], batch_size=7, sampler=sampler)(
+        data, **options
+    )
 
 
 SEEDS = ("paper", torch.arange(30))
 SUBGRAPHS = {
-    "random": made(RandomNodeLoader, 7, shuffle=True),
+    "random": made(loader.RandomNodeLoader, 7, shuffle=True),
     "clusters": clusters,
-    "shadow": made(ShaDowKHopSampler, 2, 3, batch_size=9, shuffle=True),
-    "saint_nodes": made(GraphSAINTNodeSampler, 9, 5, 20, log=False),
-    "saint_edges": made(GraphSAINTEdgeSampler, 9, 5),
-    "saint_walks": made(GraphSAINTRandomWalkSampler, 4, 3, 5),
+    "shadow": made(loader.ShaDowKHopSampler, 2, 3, batch_size=9, shuffle=True),
+    "saint_nodes": made(loader.GraphSAINTNodeSampler, 9, 5, 20, log=False),
+    "saint_edges": made(loader.GraphSAINTEdgeSampler, 9, 5),
+    "saint_walks": made(loader.GraphSAINTRandomWalkSampler, 4, 3, 5),
 }
 LOADERS = {
-    "nodes": made(NeighborLoader, [3, 2], batch_size=7, shuffle=True),
+    "nodes": made(loader.NeighborLoader, [3, 2], batch_size=7, shuffle=True),
     "links": made(
-        LinkNeighborLoader, [2], batch_size=50, shuffle=True, neg_sampling="binary"
+        loader.LinkNeighborLoader,
+        [2],
+        batch_size=50,
+        shuffle=True,
+        neg_sampling="binary",
     ),
-    "layers": made(DistLayerLoader, [5, 5], batch_size=9, shuffle=True),
+    "layers": made(loader.DistLayerLoader, [5, 5], batch_size=9, shuffle=True),
     "classes": classes,
     **SUBGRAPHS,
-    "types": made(HGTLoader, [4, 3], SEEDS, batch_size=6, shuffle=True),
-    "types, random": made(RandomNodeLoader, 4, shuffle=True),
+    "types": made(loader.HGTLoader, [4, 3], SEEDS, batch_size=6, shuffle=True),
+    "types, random": made(loader.RandomNodeLoader, 4, shuffle=True),
 }
 
 
@@ -88,25 +76,13 @@ def graph_of(kind):
 def nodes(data=None, fan_outs=(3, 2), **options):
     options = {"batch_size": 7, "shuffle": True, "seed": 1, **options}
     data = graph() if data is None else data
-    return NeighborLoader(data, list(fan_outs), **arguments(**options))
+    return loader.NeighborLoader(data, list(fan_outs), **arguments(**options))
 
 
 def links(data=None, fan_outs=(3, 2), **options):
     options = {"batch_size": 60, "shuffle": True, "seed": 1, **options}
     data = graph() if data is None else data
-    return LinkNeighborLoader(data, list(fan_outs), **arguments(**options))
-
-
-@contextlib.contextmanager
-def full_disk(room):
-    """Lets files grow to `room` bytes, as on a disk that is full; None leaves it be."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if room is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return loader.LinkNeighborLoader(data, list(fan_outs), **arguments(**options))
 
 
 def graph(n=60, e=400, seed=3):

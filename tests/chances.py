@@ -1,7 +1,5 @@
 """Compares what was drawn with its chances."""
 
-from __future__ import annotations
-
 from itertools import combinations, permutations
 
 import torch

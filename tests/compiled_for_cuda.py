@@ -4,8 +4,6 @@ The twins for CUDA are called on CPU tensors, with launches that compile and com
 It prints the kernels that were compiled, and fails where one is never launched.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plain definitions that compiled kernels are compared with."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

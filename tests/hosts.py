@@ -5,8 +5,6 @@ process ids; its files are those of the machine, as on a cluster's shared disk. 
 process ends all that runs there, at once, as when a host loses power.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

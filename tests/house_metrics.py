@@ -6,8 +6,6 @@
 lists the modules instead, each with the first line of its docstring.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 from collections import Counter

@@ -230,6 +230,7 @@ EXACT = {
     "APPNP back": (lambda: pyg.APPNP(2, 0.1, flow="target_to_source"), W),
     "ChebConv back": (lambda: pyg.ChebConv(F, OUT, K=3, flow="target_to_source"), W),
     "GATv2Conv back": (_gat("GATv2Conv", flow="target_to_source"), X),
+    "GraphConv mean": (lambda: pyg.GraphConv(F, OUT, aggr="mean"), W),
 }
 
 # aggregations, through SAGEConv and through HaloConv(SAGEConv)

@@ -1,7 +1,5 @@
 """Links, and a network that trains by them, for the tests."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
@@ -12,14 +10,7 @@ from problems import GRAPHS, owners
 import pyg_distcomm as pdc
 from pyg_distcomm import checkpoint
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import (
-    Cast,
-    Chain,
-    ColumnMask,
-    Plain,
-    Quantise,
-    RowSample,
-)
+from pyg_distcomm.halo.codecs import Cast, Chain, ColumnMask, Plain, Quantise, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.schedule import Fixed, Linear
 from pyg_distcomm.nn import DistGCNConv

@@ -1,29 +1,11 @@
 """Stacks of layers, and a pipeline that is computed by brute force."""
 
-from __future__ import annotations
-
 import copy
 
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 from torch import nn
-from torch_geometric.nn import (
-    APPNP,
-    DeepGCNLayer,
-    EdgeConv,
-    GATConv,
-    GatedGraphConv,
-    GCN2Conv,
-    GCNConv,
-    GENConv,
-    GINConv,
-    JumpingKnowledge,
-    SAGEConv,
-    Sequential,
-    SGConv,
-    TAGConv,
-    TransformerConv,
-)
 
 from pyg_distcomm.pipeline.layer_stack import read_stack
 
@@ -33,54 +15,54 @@ def _mlp(f, h):
 
 
 def gcn(f, c, h):
-    inner = [GCNConv(h, h), nn.ELU(), nn.LayerNorm(h)]
-    return [GCNConv(f, h), nn.ReLU(), *inner, nn.Linear(h, h), GCNConv(h, c)]
+    inner = [pyg.GCNConv(h, h), nn.ELU(), nn.LayerNorm(h)]
+    return [pyg.GCNConv(f, h), nn.ReLU(), *inner, nn.Linear(h, h), pyg.GCNConv(h, c)]
 
 
 def weighted(f, c, h):
     header = "x, edge_index, edge_weight -> x"
-    last = APPNP(2, 0.1)  # adds loops where there are none: a chunk may have one
-    return [(GCNConv(f, h), header), nn.ReLU(), nn.Linear(h, c), (last, header)]
+    last = pyg.APPNP(2, 0.1)  # adds loops where there are none: a chunk may have one
+    return [(pyg.GCNConv(f, h), header), nn.ReLU(), nn.Linear(h, c), (last, header)]
 
 
 def sage(f, c, h):
-    middle = SAGEConv(h, h, aggr="max")
-    return [SAGEConv(f, h), nn.ReLU(), middle, nn.ReLU(), SAGEConv(h, c)]
+    middle = pyg.SAGEConv(h, h, aggr="max")
+    return [pyg.SAGEConv(f, h), nn.ReLU(), middle, nn.ReLU(), pyg.SAGEConv(h, c)]
 
 
 def gat(f, c, h):
-    return [GATConv(f, h // 2, heads=2), nn.ELU(), GATConv(h, c, heads=1)]
+    return [pyg.GATConv(f, h // 2, heads=2), nn.ELU(), pyg.GATConv(h, c, heads=1)]
 
 
 def gin(f, c, h):
     last = nn.Sequential(nn.Linear(h, h), nn.ReLU(), nn.Linear(h, c))
-    return [GINConv(_mlp(f, h)), nn.ReLU(), GINConv(last)]
+    return [pyg.GINConv(_mlp(f, h)), nn.ReLU(), pyg.GINConv(last)]
 
 
 def gcnii(f, c, h):
     layers = [(nn.Linear(f, h), "x -> x_0")]
-    layers += [(GCN2Conv(h, 0.1, 0.5, 1), "x_0, x_0, edge_index -> x"), nn.ReLU()]
+    layers += [(pyg.GCN2Conv(h, 0.1, 0.5, 1), "x_0, x_0, edge_index -> x"), nn.ReLU()]
     for k in (2, 3):
-        layers += [GCN2Conv(h, 0.1, 0.5, k), nn.ReLU()]
+        layers += [pyg.GCN2Conv(h, 0.1, 0.5, k), nn.ReLU()]
     return [*layers, nn.Linear(h, c)]
 
 
 def resgcn(f, c, h):
-    first = DeepGCNLayer(GENConv(h, h, norm=None), nn.LayerNorm(h), nn.ReLU())
-    second = DeepGCNLayer(GCNConv(h, h), nn.LayerNorm(h), nn.ReLU())
+    first = pyg.DeepGCNLayer(pyg.GENConv(h, h, norm=None), nn.LayerNorm(h), nn.ReLU())
+    second = pyg.DeepGCNLayer(pyg.GCNConv(h, h), nn.LayerNorm(h), nn.ReLU())
     return [nn.Linear(f, h), first, second, nn.Linear(h, c)]
 
 
 def jumping(f, c, h):
-    return Sequential(
+    return pyg.Sequential(
         "x, edge_index",
         [
-            (GCNConv(f, h), "x, edge_index -> x1"),
+            (pyg.GCNConv(f, h), "x, edge_index -> x1"),
             nn.ReLU(),
-            (SAGEConv(h, h), "x1, edge_index -> x2"),
+            (pyg.SAGEConv(h, h), "x1, edge_index -> x2"),
             nn.ReLU(),
             (lambda a, b: [a, b], "x1, x2 -> xs"),
-            (JumpingKnowledge("cat"), "xs -> x"),
+            (pyg.JumpingKnowledge("cat"), "xs -> x"),
             (nn.Linear(2 * h, c), "x -> x"),
         ],
     )
@@ -90,11 +72,11 @@ STACKS = {
     f.__name__: f for f in (weighted, gcn, sage, gat, gin, gcnii, resgcn, jumping)
 }
 SINGLE = {  # with degrees, exchanges and tensors of edges of their own
-    "SGConv": lambda f, c, h: [SGConv(f, c, K=2)],
-    "TAGConv": lambda f, c, h: [TAGConv(f, c)],
-    "EdgeConv": lambda f, c, h: [EdgeConv(nn.Linear(2 * f, c))],
-    "GatedGraphConv": lambda f, c, h: [GatedGraphConv(f, 2)],
-    "TransformerConv": lambda f, c, h: [TransformerConv(f, c)],
+    "SGConv": lambda f, c, h: [pyg.SGConv(f, c, K=2)],
+    "TAGConv": lambda f, c, h: [pyg.TAGConv(f, c)],
+    "EdgeConv": lambda f, c, h: [pyg.EdgeConv(nn.Linear(2 * f, c))],
+    "GatedGraphConv": lambda f, c, h: [pyg.GatedGraphConv(f, 2)],
+    "TransformerConv": lambda f, c, h: [pyg.TransformerConv(f, c)],
 }
 
 
@@ -214,9 +196,9 @@ class BruteForce:
 def exchanged(layer, x):
     """The rows that a layer reads of neighbours, and what it does with them.
 
-    A GCNConv that narrows its rows multiplies by its weight before.
+    A pyg.GCNConv that narrows its rows multiplies by its weight before.
     """
-    if not isinstance(layer, GCNConv) or layer.in_channels <= layer.out_channels:
+    if not isinstance(layer, pyg.GCNConv) or layer.in_channels <= layer.out_channels:
         return layer, x
     rest = copy.copy(layer)
     rest._modules = {**layer._modules, "lin": nn.Identity()}

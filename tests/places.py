@@ -4,8 +4,6 @@ A test that takes the fixture `place` runs its ranks within `at(place)`. What is
 ordinary tensors stays with the host, as the numbers of one process that it is held to do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -7,8 +7,6 @@ names that the installed releases lack; `tests/test_project.py` compares the lis
 source.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Graphs with teeth, each a PyG Data in float64 with x, y, masks and edge weights."""
 
-from __future__ import annotations
-
 import torch
 from torch_geometric.data import Data, HeteroData
 

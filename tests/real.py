@@ -1,7 +1,5 @@
 """Real graphs from ../shared/data as plain Data files, prepared once per test session."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from functools import cache

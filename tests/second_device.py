@@ -1,7 +1,5 @@
 """A second device for tests, `spare`, whose memory is the host's: see second_device.cpp."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shutil

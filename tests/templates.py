@@ -1,7 +1,5 @@
 """Keeps PyG's templates compiled: for each class of layers it compiles them anew, in 0.1 s."""
 
-from __future__ import annotations
-
 import functools
 
 import jinja2

@@ -1,7 +1,5 @@
 """The operators of matrix-based sampling: products, draws, extraction."""
 
-from __future__ import annotations
-
 import definitions
 import pytest
 import tiers
@@ -12,16 +10,7 @@ from pyg_distcomm.comm.random import fold
 from pyg_distcomm.kernels import matrix_cpu, matrix_ops
 from pyg_distcomm.ops import CSR, Pattern
 from pyg_distcomm.ops.csr import spgemm
-from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies
-from pyg_distcomm.sampling.algebra import (
-    SharedRow,
-    add,
-    extract,
-    fixed_point,
-    norm,
-    product,
-    sample,
-)
+from pyg_distcomm.sampling import BulkMatrix, BulkNodes, Ladies, algebra
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -209,7 +198,7 @@ def test_rows_of_nodes_that_are_not_there(bad):
 
 def test_product_of_stacked_rows_keeps_minibatches():
     q, a = stacked(6, 20, 30, batches=3), stacked(20, 9, 60, LONG)
-    p = product(q, a)
+    p = algebra.product(q, a)
     assert torch.equal(p.dense(), q.dense() @ a.dense())
     assert torch.equal(p.batch_ptr, torch.tensor([0, 2, 4, 6]))
     assert bool((p.col.diff()[p.row.diff() == 0] > 0).all())
@@ -217,13 +206,13 @@ def test_product_of_stacked_rows_keeps_minibatches():
 
 def test_add_merges_columns_exactly():
     parts = [stacked(6, 20, 30, LONG, seed, 1 << 59) for seed in range(5)]
-    total = add(parts)
+    total = algebra.add(parts)
     assert torch.equal(total.dense(), sum(p.dense() for p in parts))
-    assert torch.equal(total.dense(), add(parts[::-1]).dense())
-    assert torch.equal(add(parts[:1]).dense(), parts[0].dense())
+    assert torch.equal(total.dense(), algebra.add(parts[::-1]).dense())
+    assert torch.equal(algebra.add(parts[:1]).dense(), parts[0].dense())
     assert bool((total.col.diff()[total.row.diff() == 0] > 0).all())
     with pytest.raises(ValueError, match=r"one shape are wanted, got \[\(5, 20\)"):
-        add([parts[0], stacked(5, 20, 3, LONG)])
+        algebra.add([parts[0], stacked(5, 20, 3, LONG)])
 
 
 def test_norm():
@@ -231,9 +220,9 @@ def test_norm():
     dense, total = p.dense(), p.dense().sum(1, keepdim=True)
     assert bool((total == 0).any())
     wanted = torch.where(total > 0, dense / total, 0)
-    torch.testing.assert_close(norm(p).dense(), wanted)
+    torch.testing.assert_close(algebra.norm(p).dense(), wanted)
     ones = p.with_value(None)
-    assert norm(ones).value.dtype == REAL
+    assert algebra.norm(ones).value.dtype == REAL
 
 
 # ------------------------------------------------------------------ extraction
@@ -246,7 +235,7 @@ def test_extraction_is_a_restriction_of_each_minibatch():
     cols = BulkNodes.of(
         [torch.randperm(50, generator=g)[:size].sort().values for size in (20, 7, 0)]
     )
-    found = extract(a, rows, cols)
+    found = algebra.extract(a, rows, cols)
     wanted = torch.block_diag(
         *(a.dense()[r][:, c] for r, c in zip(rows.split(), cols.split(), strict=True))
     )
@@ -258,11 +247,11 @@ def test_extraction_is_a_restriction_of_each_minibatch():
 def test_extraction_errors():
     a, one = stacked(4, 5, 9), BulkNodes.of([torch.tensor([3])])
     with pytest.raises(ValueError, match=r"rows span 4 \.\. 4, but there are 4 \(0"):
-        extract(a, BulkNodes.of([torch.tensor([4])]), one)
+        algebra.extract(a, BulkNodes.of([torch.tensor([4])]), one)
     with pytest.raises(ValueError, match=r"columns span -1 \.\. 0"):
-        extract(a, one, BulkNodes.of([torch.tensor([-1, 0])]))
+        algebra.extract(a, one, BulkNodes.of([torch.tensor([-1, 0])]))
     with pytest.raises(ValueError, match="rows of 1 minibatches, but columns of 2"):
-        extract(a, one, BulkNodes.of([torch.tensor([0])] * 2))
+        algebra.extract(a, one, BulkNodes.of([torch.tensor([0])] * 2))
 
 
 # ------------------------------------------------------------------ draws
@@ -274,7 +263,7 @@ WEIGHT = torch.tensor([0, 4, 8, 2, 16, 1])
 
 @pytest.mark.parametrize("s", [1, 2, 3, 4])
 def test_all_subsets(s):
-    drawn = sample(copies(WEIGHT, DRAWS), s, keys(DRAWS, s))
+    drawn = algebra.sample(copies(WEIGHT, DRAWS), s, keys(DRAWS, s))
     likely(subsets(drawn.matrix.col.view(-1, s), 6), successive(WEIGHT, s))
 
 
@@ -282,7 +271,7 @@ def test_all_subsets(s):
 @pytest.mark.parametrize("shared", [False, True])
 def test_orders_of_draw(shared, replace):
     p = row_of(WEIGHT) if shared else copies(WEIGHT, DRAWS)
-    drawn = sample(p, 2, keys(DRAWS, 7), replace)
+    drawn = algebra.sample(p, 2, keys(DRAWS, 7), replace)
     first, second = (drawn.drawn % 6).view(-1, 2).T
     w = WEIGHT.double()
     chance = torch.outer(w, w)
@@ -299,7 +288,7 @@ def test_orders_of_draw(shared, replace):
 
 def test_floats_are_rounded_once():
     weight = torch.tensor([0.3, 0.0, 1e-30, 0.1])
-    fixed = fixed_point(row_of(weight))
+    fixed = algebra.fixed_point(row_of(weight))
     assert fixed.tolist() == [
         1 << 40,
         0,
@@ -307,53 +296,53 @@ def test_floats_are_rounded_once():
         round(float(weight[3]) / float(weight[0]) * 2**40),
     ]
     wide = row_of(torch.ones(1 << 21))
-    assert int(fixed_point(wide).double().sum()) < 1 << 62
-    assert int(fixed_point(wide)[0]) == 1 << 39
-    drawn = sample(copies(WEIGHT / 7, DRAWS), 2, keys(DRAWS))
+    assert int(algebra.fixed_point(wide).double().sum()) < 1 << 62
+    assert int(algebra.fixed_point(wide)[0]) == 1 << 39
+    drawn = algebra.sample(copies(WEIGHT / 7, DRAWS), 2, keys(DRAWS))
     likely(subsets(drawn.matrix.col.view(-1, 2), 6), successive(WEIGHT, 2))
 
 
 def test_rows_that_give_all_they_have():
     p = copies(torch.tensor([0, 3, 0, 5, 2]), 3)
     for s, complete in ((2, False), (3, True), (9, True)):
-        drawn = sample(p, s, keys(3))
+        drawn = algebra.sample(p, s, keys(3))
         assert drawn.complete.tolist() == [complete] * 3
         ends = torch.arange(1, 4) * min(s, 3)
         assert drawn.matrix.rowptr.tolist() == [0, *ends.tolist()]
         if complete:
             assert drawn.matrix.col.tolist() == [1, 3, 4] * 3
-    assert sample(p, 0, keys(3)).matrix.nnz == 0
+    assert algebra.sample(p, 0, keys(3)).matrix.nnz == 0
     none = copies(torch.zeros(4, dtype=LONG), 2)
     for replace in (False, True):
-        assert sample(none, 3, keys(2), replace).matrix.nnz == 0
+        assert algebra.sample(none, 3, keys(2), replace).matrix.nnz == 0
 
 
 def test_a_shared_row_is_the_row_repeated():
     weight = torch.randint(1 << 40, (300,), generator=generator(4))
     for s in (7, 300):
-        one = sample(row_of(weight), s, keys(9))
-        many = sample(copies(weight, 9), s, keys(9))
+        one = algebra.sample(row_of(weight), s, keys(9))
+        many = algebra.sample(copies(weight, 9), s, keys(9))
         assert torch.equal(one.matrix.col, many.matrix.col)
         assert torch.equal(one.matrix.rowptr, many.matrix.rowptr)
         assert torch.equal(one.drawn, many.drawn % 300)
         assert torch.equal(one.place, many.place % 300)
         assert torch.equal(one.left, many.left)
         assert torch.equal(one.complete, many.complete)
-    row = SharedRow(row_of(weight))
+    row = algebra.SharedRow(row_of(weight))
     assert torch.equal(row.sample(7, keys(9)).drawn, row.sample(7, keys(9)).drawn)
 
 
 def test_draw_errors():
     p = row_of(torch.tensor([1, 2]))
     with pytest.raises(ValueError, match="must not be negative, got -1"):
-        sample(p, -1, keys(1))
+        algebra.sample(p, -1, keys(1))
     with pytest.raises(ValueError, match=r"must be whole, .* got 1\.5"):
-        sample(p, 1.5, keys(1))
+        algebra.sample(p, 1.5, keys(1))
     with pytest.raises(ValueError, match=r"each of the 3 rows is wanted, got \[2\]"):
-        sample(copies(torch.tensor([1]), 3), 1, keys(2))
+        algebra.sample(copies(torch.tensor([1]), 3), 1, keys(2))
     for value, why in ((-1, "is negative"), (1 << 62, "makes the sum reach 2\\^62")):
         with pytest.raises(ValueError, match=f"in row 0 of P {why}"):
-            sample(row_of(torch.tensor([1, value])), 1, keys(1))
+            algebra.sample(row_of(torch.tensor([1, value])), 1, keys(1))
     for value in (-0.5, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"P holds {value} in column 1"):
-            sample(row_of(torch.tensor([1.0, value])), 1, keys(1))
+            algebra.sample(row_of(torch.tensor([1.0, value])), 1, keys(1))

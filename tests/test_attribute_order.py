@@ -1,7 +1,5 @@
 """Shares list their attributes in the order of the graph, on all ranks alike."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -103,8 +101,7 @@ def shares(mesh):
 @tiers.parametrize("size", [1, 2, 3], [1, 3])
 @worlds.on()
 def test_a_share_lists_attributes_in_the_order_of_the_graph(size):
-    mesh = worlds.mesh()
-    found = shares(mesh)
+    found = shares(worlds.mesh())
     whole = graph()
     edges = [f"edge_{name}" for name in NAMES]
     for name in ("plain", "plain: clone", "plain: copy", "part", "edges"):

@@ -1,7 +1,5 @@
 """Gradients of parameters without a wrapper: those of one process, equal on all ranks."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """Many graphs in a Batch, cut over ranks: each case equals PyG on one process."""
 
-from __future__ import annotations
-
 import copy
 import types
 
@@ -319,7 +317,17 @@ def owners(how, batch, size):
     return how
 
 
-def _cases(how):
+@tiers.parametrize(
+    ("size", "how"),
+    [
+        (2, "within"),
+        *((size, how) for size in (1, 3, 4) for how in ("within", None)),
+        *((2, how) for how in ("graphs", "one rank")),
+    ],
+    slice(1),
+)
+@worlds.on()
+def test_a_batch_is_that_of_one_process(size, how):
     batch = Batch.from_data_list(graphs())
     mesh = worlds.mesh()
     share = pdc.partition(batch, mesh, owners(how, batch, mesh.size))
@@ -333,20 +341,7 @@ def _cases(how):
         want, got = measured(theirs[name], batch), measured(mine[name], share)
         alike.same(got, want)
 
-    return alike.failures_of({name: name for name in mine}, check)
-
-
-@tiers.parametrize(
-    ("size", "how"),
-    [
-        (2, "within"),
-        *((size, how) for size in (1, 3, 4) for how in ("within", None)),
-        *((2, how) for how in ("graphs", "one rank")),
-    ],
-    slice(1),
-)
-def test_a_batch_is_that_of_one_process(size, how):
-    alike.assert_none(worlds.run(_cases, size, how))
+    alike.check_all({name: name for name in mine}, check)
 
 
 @worlds.on(2)

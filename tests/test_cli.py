@@ -1,7 +1,5 @@
 """The command: what it loads, what it prints and writes, and how it answers mistakes."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

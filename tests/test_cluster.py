@@ -1,7 +1,5 @@
 """Several hosts: a rank, and a whole host, die under torchrun, and the run goes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

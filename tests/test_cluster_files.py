@@ -1,7 +1,5 @@
 """The files for clusters, read by the parsers of what will run them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

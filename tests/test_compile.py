@@ -1,7 +1,5 @@
 """A compiled model trains as it does without: on ranks, on minibatches, on one graph."""
 
-from __future__ import annotations
-
 import alike
 import tiers
 import torch
@@ -54,22 +52,6 @@ def train(model, batches):
     return [torch.tensor(losses), out, *grads]
 
 
-def full_graph(kinds, grid, backend, p):
-    torch._dynamo.reset()
-    found = []
-    for chosen in (None, backend):
-        mesh, data = worlds.mesh(grid=grid), GRAPHS["undirected"]()
-        share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-        torch.manual_seed(0)
-        model = pdc.convert(Net(kinds, p).double())
-        if chosen is not None:
-            model = torch.compile(model, backend=chosen)
-        masks = share.train_mask, ~share.train_mask, share.y > 1
-        found.append(train(model, [(share, mask) for mask in (*masks, masks[0])]))
-    alike.same(*reversed(found))
-    return found[0][0]
-
-
 @tiers.parametrize(
     ("kinds", "size", "grid", "backend", "p"),
     [
@@ -82,9 +64,19 @@ def full_graph(kinds, grid, backend, p):
     ],
     slice(1, 2),
 )
+@worlds.on()
 def test_full_graph(kinds, size, grid, backend, p):
-    found = worlds.run(full_graph, size, kinds, grid, backend, p)
-    assert all(torch.equal(losses, found[0]) for losses in found)
+    torch._dynamo.reset()
+    found = []
+    for chosen in (None, backend):
+        _, share = alike.share_of("undirected", "random", grid)
+        torch.manual_seed(0)
+        model = pdc.convert(Net(kinds, p).double())
+        if chosen is not None:
+            model = torch.compile(model, backend=chosen)
+        masks = share.train_mask, ~share.train_mask, share.y > 1
+        found.append(train(model, [(share, mask) for mask in (*masks, masks[0])]))
+    alike.same(*reversed(found))
 
 
 def test_torch_func_on_ordinary_tensors_is_compiled_as_without_this_package():
@@ -118,9 +110,6 @@ def test_replicated_models(kinds):
 
 def test_layers_on_ordinary_tensors_break_no_graph():
     data = GRAPHS["directed"]()
-    for model in (
-        pdc.nn.GCN(7, 8, 2, add_self_loops=False),
-        pdc.nn.GraphSAGE(7, 8, 2),
-    ):
+    for model in (pdc.nn.GCN(7, 8, 2, add_self_loops=False), pdc.nn.GraphSAGE(7, 8, 2)):
         found = torch._dynamo.explain(model)(data.x.float(), data.edge_index)
         assert found.graph_break_count == 0, found.break_reasons

@@ -1,7 +1,5 @@
 """What is kept of constant structure is what torch computes, whatever is done to it."""
 
-from __future__ import annotations
-
 import copy
 
 import alike

@@ -1,7 +1,5 @@
 """convert: any model, its parameters and its names, on ordinary inputs and on ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """The same numbers on CUDA tensors: one process, gloo ranks on one GPU, and NCCL."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

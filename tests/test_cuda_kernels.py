@@ -4,8 +4,6 @@ Without a device the twins of CUDA tensors are called on CPU tensors. `TRITON_IN
 must be set before Triton is imported, which conftest does.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess
@@ -236,11 +234,7 @@ SHAPES = ((33, 16), (1, 2), (513, 3), (2, 130), (0, 4), (4, 0))
 
 
 @tiers.cover(
-    "shape, dtype, ids",
-    SHAPES,
-    codec_ops.REALS,
-    (torch.int64, torch.int32),
-    step=4,
+    "shape, dtype, ids", SHAPES, codec_ops.REALS, (torch.int64, torch.int32), step=4
 )
 def test_rows_by_columns(shape, dtype, ids):
     (f, m), g = shape, torch.Generator().manual_seed(0)

@@ -1,7 +1,5 @@
 """DataLoader on several ranks takes what it takes on one, and draws as PyG's does."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import random

@@ -1,7 +1,5 @@
 """Graphs in files: those that were used before they were saved, and what is refused."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Runs every Python block of the documentation, and checks links, pages and docstrings."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

@@ -1,7 +1,5 @@
 """Dropout: masks depend on the seed, the call and the row, never on the ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import alike

@@ -1,7 +1,5 @@
 """Scripts of examples/ecosystem train as plain loops do, on one process and on two ranks."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle
@@ -20,12 +18,7 @@ from torch_geometric.nn import GraphSAGE
 import pyg_distcomm as pdc
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from graphs import (
-    load_node_data,
-    node_loss,
-    node_score,
-    num_outputs,
-)
+from graphs import load_node_data, node_loss, node_score, num_outputs
 
 pytestmark = pytest.mark.usefixtures("place")
 

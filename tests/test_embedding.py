@@ -1,7 +1,5 @@
 """Learnable rows beside torch.nn.Embedding, in minibatches and on the whole graph."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -14,6 +12,7 @@ import worlds
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives
 from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 from pyg_distcomm.nn import DistGCNConv
 
@@ -119,18 +118,14 @@ def _full_graph(data, embedding_of, steps=4):
     return net
 
 
-def _spread():
-    share = pdc.partition(GRAPHS["undirected"](), worlds.mesh(), "random")
-    net = _full_graph(share, lambda d: pdc.DistEmbedding(N, DIM, like=d))
-    return net.emb().detach().full_tensor(), net.conv1.lin.weight.detach()
-
-
 @tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
 def test_full_graph_training_is_that_of_one_process(size):
-    net = _full_graph(GRAPHS["undirected"](), lambda d: torch.nn.Embedding(N, DIM))
-    want = net.emb.weight.detach(), net.conv1.lin.weight.detach()
-    for found in worlds.run(_spread, size):
-        torch.testing.assert_close(found, want, atol=1e-9, rtol=1e-9)
+    data, share = alike.share_of("undirected")
+    one = _full_graph(data, lambda d: torch.nn.Embedding(N, DIM))
+    net = _full_graph(share, lambda d: pdc.DistEmbedding(N, DIM, like=d))
+    found = [net.emb(), net.conv1.lin.weight]
+    alike.same(found, [one.emb.weight, one.conv1.lin.weight])
 
 
 def _saved(path, optimizer, resumes):
@@ -199,15 +194,16 @@ def test_a_whole_table_in_place_of_the_rows_is_refused():
             read()
     five = pdc.DistEmbedding(5, DIM, like=worlds.mesh())  # 3 and 2 rows
     five.weight = torch.nn.Parameter(torch.rand(2, DIM))
-    with pytest.raises(
-        ValueError, match=r"rank 0: .* replaced by a parameter \[2, 3\]"
-    ):
+    told = r"rank 0: .* replaced by a parameter \[2, 3\]"
+    with pytest.raises(ValueError, match=told):
         five(torch.tensor([1]))
     thin = pdc.DistEmbedding(N, 0, like=worlds.mesh())
     assert thin(torch.arange(N)).shape == (N, 0)
 
 
-def _priced():
+@tiers.parametrize("size", [2, 3], [3])
+@worlds.on()
+def test_distinct_rows_of_other_ranks_travel_once_each_way(size):
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["undirected"](), mesh, "random")
     emb = pdc.DistEmbedding(N, DIM, like=share)
@@ -219,13 +215,7 @@ def _priced():
     mesh.ledger.reset()
     emb(ids[mesh.rank]).sum().backward()
     moved = [mesh.ledger.words(op) for op in ("halo", "halo_reduce")]
-    return moved, [int(asked) * DIM, int(served) * DIM]
-
-
-def test_distinct_rows_of_other_ranks_travel_once_each_way():
-    for size in (2, 3):
-        for moved, want in worlds.run(_priced, size):
-            assert moved == want
+    assert moved == [int(asked) * DIM, int(served) * DIM]
 
 
 @worlds.on(2)
@@ -239,7 +229,8 @@ def test_bad_ids_of_one_rank_are_refused_on_all():
         assert emb(torch.tensor([[mesh.rank, 3], [3, 4]])).shape == (2, 2, DIM)
 
 
-def _misfit():
+@worlds.on(2)
+def test_what_it_is_made_from_is_checked():
     mesh = worlds.mesh()
     share = pdc.partition(GRAPHS["undirected"](), mesh, "block")
     for n, dim, like, said in (
@@ -268,12 +259,8 @@ def _misfit():
     assert twin.rows is learnt.rows
     assert torch.equal(twin(ids), learnt(ids))
     assert not pdc.DistEmbedding.from_pretrained(share.x).shard.requires_grad
-    return float(learnt.shard.grad.sum())
-
-
-def test_what_it_is_made_from_is_checked():
-    sums = worlds.run(_misfit, 2)
-    assert sum(sums) == pytest.approx(3 * 7)  # 3 ids on each rank, averaged
+    total = collectives.all_reduce(learnt.shard.grad.sum(), mesh.world)
+    assert float(total) == pytest.approx(3 * 7)  # 3 ids on each rank, averaged
 
 
 class Scores(torch.nn.Module):
@@ -297,13 +284,6 @@ def test_ddp_that_would_send_the_rows_is_refused(ids):
         model(ids)
 
 
-def _clipped(norm_type, sparse):
-    mesh = worlds.mesh()
-    torch.manual_seed(1)
-    emb = pdc.DistEmbedding(N, DIM, like=mesh, sparse=sparse)
-    return _clip(emb, norm_type, lambda net: pdc.replicate(net, mesh), mesh)
-
-
 def _clip(emb, norm_type, wrap, mesh=None):
     """Clips the gradients of one step; returns their norm, and the weights after it."""
     rank, size = (mesh.rank, mesh.size) if mesh else (0, 1)
@@ -318,15 +298,19 @@ def _clip(emb, norm_type, wrap, mesh=None):
     return norm, alike.whole(emb.weight.detach()), *rest
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("norm_type", "sparse"), [(2.0, True), (2.0, False), (float("inf"), True)]
 )
-def test_gradients_are_clipped_as_on_one_process(norm_type, sparse):
+@worlds.on()
+def test_gradients_are_clipped_as_on_one_process(size, norm_type, sparse):
+    mesh = worlds.mesh()
     torch.manual_seed(1)
     want = _clip(torch.nn.Embedding(N, DIM), norm_type, lambda net: net)
-    for size in (1, 2):
-        for found in worlds.run(_clipped, size, norm_type, sparse):
-            torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
+    torch.manual_seed(1)
+    emb = pdc.DistEmbedding(N, DIM, like=mesh, sparse=sparse)
+    found = _clip(emb, norm_type, lambda net: pdc.replicate(net, mesh), mesh)
+    torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,7 +1,5 @@
 """Links beside their definition: every rank's messages in one process, output and gradients."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -14,13 +12,7 @@ from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo.codecs import (
-    Chain,
-    ColumnMask,
-    Plain,
-    Quantise,
-    RangeBits,
-)
+from pyg_distcomm.halo.codecs import Chain, ColumnMask, Plain, Quantise, RangeBits
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.halo.staleness import Drift
 

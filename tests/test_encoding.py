@@ -1,7 +1,5 @@
 """What ranks tell each other is data: it comes back as it was, and nothing of it is run."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Every example: one under torchrun, as a visitor would; the others on ranks of our own."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

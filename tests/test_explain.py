@@ -1,7 +1,5 @@
 """Explanations by PyG's explainers on a share: masks equal those of one process."""
 
-from __future__ import annotations
-
 import functools
 
 import alike

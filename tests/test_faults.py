@@ -1,7 +1,5 @@
 """The campaign of faults as tests: all of it by `pytest -m faults`, a few by default."""
 
-from __future__ import annotations
-
 import sys
 
 import faults

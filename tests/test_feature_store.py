@@ -1,7 +1,5 @@
 """The feature store: rows by id, wherever they are, and what they cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -362,9 +360,8 @@ def test_values_that_a_codec_cannot_send_are_refused(form):
         if value in fine or abs(value) < 1e5:
             DistFeatureStore.from_replicated(x, channel(), wire=form)
             continue
-        with pytest.raises(
-            ValueError, match=r"'x': row 2 .* holds (nan|inf|[13]\S+), with"
-        ):
+        told = r"'x': row 2 .* holds (nan|inf|[13]\S+), with"
+        with pytest.raises(ValueError, match=told):
             DistFeatureStore.from_replicated(x, channel(), wire=form)
     every = torch.full((4, 32), inf)  # would be NaN between bounds
     if form not in ("fp16", "bf16"):
@@ -575,9 +572,8 @@ def test_an_owner_that_has_not_what_is_asked_of_it():
     owner = edge_owner(data, share)
     wrong = (owner + 1) % 3 if mesh.rank == 1 else owner
     edges = (owner == 2).nonzero().view(-1)  # of rank 2, said to be rank 0's
-    with pytest.raises(
-        ValueError, match=r"as the owner of id .* but its row is not there"
-    ):
+    told = r"as the owner of id .* but its row is not there"
+    with pytest.raises(ValueError, match=told):
         store.fetch({EDGES: (edges, wrong[edges])})
 
 

@@ -1,7 +1,5 @@
 """Mistakes of a first hour: each is told, with what to do."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 
@@ -56,9 +54,8 @@ CALLS = {
 def test_a_missing_init_is_told(name):
     with pytest.raises(ValueError, match=f"pdc.{name} needs a mesh.*mesh = pdc.init"):
         CALLS[name](None)
-    with pytest.raises(
-        TypeError, match=rf"pdc.{name} takes the mesh that pdc.init\(\)"
-    ):
+    told = rf"pdc.{name} takes the mesh that pdc.init\(\)"
+    with pytest.raises(TypeError, match=told):
         CALLS[name]("metis")
 
 
@@ -74,9 +71,8 @@ def test_the_last_mesh_is_taken(monkeypatch):
 @pytest.mark.parametrize("call", [pdc.replicate, lambda data, _: pdc.convert(data)])
 def test_a_graph_for_a_model_is_told(call):
     data = pdc.partition(generated(20), lone(), "block")
-    with pytest.raises(
-        TypeError, match=r"torch.nn.Module, got Data; to partition a graph, call pdc"
-    ):
+    told = r"torch.nn.Module, got Data; to partition a graph, call pdc"
+    with pytest.raises(TypeError, match=told):
         call(data, lone())
 
 
@@ -160,17 +156,15 @@ def test_a_forgotten_torchrun_is_told(said, names, words):
 
 def test_one_process_of_an_allocation_is_warned(said):
     said(SLURM_NTASKS="4")
-    with pytest.warns(
-        UserWarning, match="SLURM_NTASKS=4, but this process trains alone"
-    ):
+    told = "SLURM_NTASKS=4, but this process trains alone"
+    with pytest.warns(UserWarning, match=told):
         pdc.init()
 
 
 def test_a_grid_on_one_process_names_torchrun(said):
     said()
-    with pytest.raises(
-        ValueError, match=r"does not fit 1 ranks.*Start the script by torchrun"
-    ):
+    told = r"does not fit 1 ranks.*Start the script by torchrun"
+    with pytest.raises(ValueError, match=told):
         pdc.init("2d")
 
 
@@ -280,8 +274,7 @@ def test_what_is_exported_of_a_share_computes_the_same(size):
 
 @worlds.on(2)
 def test_fsdp_on_a_share_is_refused():
-    mesh = worlds.mesh()
-    share = pdc.partition(generated(20), mesh, "random")
+    share = pdc.partition(generated(20), worlds.mesh(), "random")
     width = share.x.size(1)
     for shard in (fully_shard, FullyShardedDataParallel):
         where = {} if shard is fully_shard else {"device_id": torch.device("cpu")}

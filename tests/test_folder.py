@@ -482,9 +482,8 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
     sparse = torch.eye(3).to_sparse()
     for value in (sparse, object(), {1: 2}, ("a", "b"), np.array(["a"]), {"a": sparse}):
         data.odd = value
-        with pytest.raises(
-            TypeError, match=r"attribute 'odd' is a .*; delete or convert"
-        ):
+        told = r"attribute 'odd' is a .*; delete or convert"
+        with pytest.raises(TypeError, match=told):
             write_folder(tmp_path / "out", data, partition)
     assert os.listdir(tmp_path) == []
 
@@ -542,9 +541,8 @@ def test_kinds_follow_names_where_sizes_are_equal():
 
 def test_what_nothing_decides_must_be_declared(tmp_path):
     data = square(time=torch.arange(3))
-    with pytest.raises(
-        ValueError, match=r"'time'.*node_attrs=\['time'\] or edge_attrs"
-    ):
+    told = r"'time'.*node_attrs=\['time'\] or edge_attrs"
+    with pytest.raises(ValueError, match=told):
         attribute_kinds(data)
     assert attribute_kinds(data, ["time"]) == {"time": "node"}
     partition = cut(data.edge_index, 3, 3, [2, 1, 0])

@@ -1,7 +1,5 @@
 """The full graph of a HeteroData, spread over ranks: each case equals single-process PyG."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The laws of the house, checked in its source."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re
@@ -290,7 +288,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 53_890,
     "modules": 139,
-    "lines of tests and their helpers": 36_941,
+    "lines of tests and their helpers": 36_084,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 11,
     "classes that intercept ops or functions of torch": 4,

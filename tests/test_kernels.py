@@ -1,7 +1,5 @@
 """Every kernel against its definition, and against brute force on dense matrices."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import mmap
@@ -685,12 +683,6 @@ def test_freed_memory_is_returned():
     memory.give_back()
     assert most - resident() >= 80 << 20
     assert all(bool(block.all()) for block in kept)
-
-
-def test_describe_and_warm_up():
-    kernels.warm_up()
-    found = kernels.describe()
-    assert {"numba", "threads", "cache", "cpu", "simd"} <= set(found)
 
 
 @pytest.mark.parametrize("total", [1, 63, 64, 65, 5000])

@@ -1,7 +1,5 @@
 """Layer-wise sampling: structure, distributions, weights, blocks."""
 
-from __future__ import annotations
-
 import pickle
 from itertools import combinations
 

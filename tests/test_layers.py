@@ -1,7 +1,5 @@
 """Every layer of PyG, on ranks, equals itself on one process, or is refused by name."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 
@@ -217,8 +215,12 @@ SAGE = {
 }
 
 
-def matrix_layer(kind, kwargs, graph, cutter):
-    kwargs = dict(kwargs)
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("gcn", n) for n in GCN), *(("sage", n) for n in SAGE)]
+)
+@worlds.on(3)
+def test_arguments_of_the_matrix_layers(kind, name):
+    kwargs = dict((GCN if kind == "gcn" else SAGE)[name])
     out, lazy = kwargs.pop("out", 4), kwargs.pop("lazy", False)
     pair, column = (kwargs.pop(k, None) for k in ("pair", "column"))
     layer = pyg.GCNConv if kind == "gcn" else pyg.SAGEConv
@@ -228,11 +230,9 @@ def matrix_layer(kind, kwargs, graph, cutter):
         conv = pdc.convert(conv)
         return _pairing(conv) if pair else _column(conv) if column else conv
 
-    build, names = (
-        functools.partial(layer, width, out, **kwargs),
-        W if kind == "gcn" else X,
-    )
-    _in_doubles(parity, build, names, graph, cutter, changed)
+    build = functools.partial(layer, width, out, **kwargs)
+    names = W if kind == "gcn" else X
+    _in_doubles(parity, build, names, "loops_and_copies", "empty_rank", changed)
 
 
 def _column(conv):
@@ -245,14 +245,6 @@ def _pairing(conv):
     forward = conv.forward
     conv.forward = lambda x, edge_index: forward((x, x), edge_index)
     return conv
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [*(("gcn", n) for n in GCN), *(("sage", n) for n in SAGE)]
-)
-def test_arguments_of_the_matrix_layers(kind, name):
-    kwargs = (GCN if kind == "gcn" else SAGE)[name]
-    worlds.run(matrix_layer, 3, kind, kwargs, "loops_and_copies", "empty_rank")
 
 
 def gcn2(**options):
@@ -356,23 +348,18 @@ ON_ONE_NODE = {
     "GPSConv, performer": lambda: pyg.GPSConv(
         WIDE, None, heads=2, norm=None, attn_type="performer"
     ),
-    "attention": lambda: _Attention(),
+    "attention": lambda: _Attention(WIDE, 2, batch_first=True),
     "GATConv": lambda: pyg.GATConv(WIDE, WIDE, heads=2),
     "GINConv": lambda: pyg.GINConv(torch.nn.Linear(WIDE, WIDE)),
     "EdgeCNN": lambda: pyg.EdgeCNN(WIDE, WIDE, 2, norm="batch_norm"),
 }
 
 
-class _Attention(torch.nn.Module):
+class _Attention(torch.nn.MultiheadAttention):
     """Attends to all nodes, as rows of one batch."""
 
-    def __init__(self):
-        super().__init__()
-        self.attend = torch.nn.MultiheadAttention(WIDE, 2, batch_first=True)
-
     def forward(self, x, edge_index):
-        rows = x.unsqueeze(0)
-        return self.attend(rows, rows, x[None])[0].squeeze(0) + x
+        return super().forward(*[x[None]] * 3)[0].squeeze(0) + x
 
 
 @tiers.parametrize(
@@ -413,9 +400,7 @@ class _Normed(torch.nn.Module):
 
 
 @tiers.parametrize(
-    ("size", "nodes"),
-    itertools.product(SIZES, [0, 1, 2]),
-    [(2, 1), (3, 0)],
+    ("size", "nodes"), itertools.product(SIZES, [0, 1, 2]), [(2, 1), (3, 0)]
 )
 @worlds.on()
 def test_norms_of_a_node_type_with_few_rows(size, nodes):

@@ -1,7 +1,5 @@
 """A link: exact where nothing is left out, and what it does to products and training."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

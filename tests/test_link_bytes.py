@@ -1,7 +1,5 @@
 """The bytes of a link are those it foretold, as is the memory it takes beyond the exact one."""
 
-from __future__ import annotations
-
 import tiers
 import torch
 import worlds
@@ -66,7 +64,8 @@ def test_bytes_where_ranks_have_little(graph, cutter):
     worlds.run(priced, 4, "late by 2 and 1", (1, 4, 1), False, cutter, graph)
 
 
-def looked_back():
+@worlds.on(2)
+def test_the_price_of_an_epoch_that_has_passed_is_what_it_was():
     link = LinkPolicy(ColumnMask(8.0), Linear(8, 8.0, 1.0), warmup=4, exact_last=False)
     _, share, net = build((2, 1, 1), link, layer=DistSAGEConv)
     prices = []
@@ -77,10 +76,6 @@ def looked_back():
     for t, price in enumerate(prices):
         past = link.price(t)
         assert (past.forward, past.backward) == (price.forward, price.backward), t
-
-
-def test_the_price_of_an_epoch_that_has_passed_is_what_it_was():
-    worlds.run(looked_back, 2)
 
 
 def trained(link, grid, learnt):

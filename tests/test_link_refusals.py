@@ -1,7 +1,5 @@
 """What a link refuses, on all ranks, and how a run ends."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Minibatches hold what they should, and are a function of (seed, epoch, number)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tiers
@@ -90,20 +88,6 @@ def test_batches_follow_the_rule(fan_outs, replace, disjoint):
         if disjoint:
             trees = batch.batch[: batch.batch_size]
             assert torch.equal(trees, torch.arange(batch.batch_size))
-
-
-def test_equal_and_isolated_seeds():
-    data, seeds = graph(), torch.tensor([3, 59, 3, 3, 57, 8, 59])
-    for disjoint in (False, True):
-        (batch,) = nodes(
-            data, (2, 2), input_nodes=seeds, shuffle=False, disjoint=disjoint
-        )
-        check(data, batch, (2, 2))
-        assert torch.equal(batch.n_id[:7], seeds)
-        drawn = [batch.e_id[batch.edge_index[1] == k].tolist() for k in (0, 2, 3)]
-        assert drawn[0] != drawn[1] or drawn[0] != drawn[2]  # each for itself
-        if not disjoint:
-            assert not torch.isin(batch.edge_index[0], torch.tensor([2, 3, 6])).any()
 
 
 def test_nothing_to_draw_from():
@@ -441,8 +425,7 @@ def test_neighbours_are_drawn_without_replacement_by_torchs_generator():
 
 
 def test_arguments_are_pygs():
-    data = graph()
-    edges = data.edge_index
+    edges = graph().edge_index
     seeds = torch.tensor([3, 5, 58])
     mask = torch.zeros(60, dtype=torch.bool).index_fill_(0, seeds, True)
     for node_idx in (seeds, mask):

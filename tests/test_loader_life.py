@@ -1,7 +1,5 @@
 """Loaders over time: times and weights, resuming, threads that end, and complaints."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

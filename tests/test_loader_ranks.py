@@ -1,15 +1,11 @@
 """Loaders on several ranks: who gets which batch, evened, resumed, shared."""
 
-from __future__ import annotations
-
+import contextlib
 import io
 import itertools
 import math
 import os
 import pickle
-import tempfile
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +18,6 @@ from alike import whole
 from batches import (
     LOADERS,
     all_same,
-    full_disk,
     graph,
     graph_of,
     hetero,
@@ -31,6 +26,7 @@ from batches import (
     same,
     share_of,
 )
+from test_saving import full_after
 from torch.utils.data import DistributedSampler, RandomSampler
 from torch_geometric.data import Data
 from tqdm.auto import tqdm
@@ -58,48 +54,39 @@ def contents(batch):
 # Dealing, cut or not, resumed ----------------------------------------------------------
 
 
-def _on_ranks(kinds, options):
-    mesh = worlds.mesh()
-    for kind in kinds:
-        data = graph_of(kind)
-        alone = LOADERS[kind](data, seed=3, split=False)
-        share = share_of(data, mesh)
-        loaders = [
-            LOADERS[kind](data, seed=3),
-            LOADERS[kind](share, seed=3, **options),
-            LOADERS[kind](data, seed=3, even_batches="drop"),
-        ]
-        for _epoch in range(2):
-            whole = list(alone)
-            for loader in loaders:
-                found = list(loader)
-                rounds = len(whole) / mesh.size
-                rounds = int(rounds) if loader is loaders[2] else math.ceil(rounds)
-                assert len(found) == len(loader) == rounds
-                for i, batch in enumerate(found):
-                    t = i * mesh.size + mesh.rank
-                    padding = getattr(batch, "padding", False)
-                    assert padding == (t >= len(whole) and mesh.size > 1)
-                    assert mesh.size > 1 or not hasattr(batch, "padding")
-                    all_same(contents(batch), contents(whole[t % len(whole)]))
-        for given in (data, share):  # a state resumes inside an epoch
-            loader, other = LOADERS[kind](given, seed=3), LOADERS[kind](given, seed=3)
-            if len(loader) == 1:  # after its batch the next epoch would begin
-                continue
-            step = iter(loader)
-            next(step)
-            other.load_state_dict(loader.state_dict())
-            all_same(list(step), list(other))
-
-
 @tiers.parametrize("size", [1, 2, 3, 4], [2, 3])
 @tiers.parametrize(
     "kind",
     LOADERS,
     ["clusters", "shadow", "saint_nodes", "classes", "types", "links", "layers"],
 )
+@worlds.on()
 def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size):
-    worlds.run(_on_ranks, size, [kind], {})
+    mesh, data, make = worlds.mesh(), graph_of(kind), LOADERS[kind]
+    alone, share = make(data, seed=3, split=False), share_of(data, mesh)
+    dropped = make(data, seed=3, even_batches="drop")
+    loaders = make(data, seed=3), make(share, seed=3), dropped
+    for _epoch in range(2):
+        whole = list(alone)
+        for loader in loaders:
+            found = list(loader)
+            rounds = len(whole) / mesh.size
+            rounds = int(rounds) if loader is dropped else math.ceil(rounds)
+            assert len(found) == len(loader) == rounds
+            for i, batch in enumerate(found):
+                t = i * mesh.size + mesh.rank
+                padding = getattr(batch, "padding", False)
+                assert padding == (t >= len(whole) and mesh.size > 1)
+                assert mesh.size > 1 or not hasattr(batch, "padding")
+                all_same(contents(batch), contents(whole[t % len(whole)]))
+    for given in (data, share):  # a state resumes inside an epoch
+        loader, other = make(given, seed=3), make(given, seed=3)
+        if len(loader) == 1:  # after its batch the next epoch would begin
+            continue
+        step = iter(loader)
+        next(step)
+        other.load_state_dict(loader.state_dict())
+        all_same(list(step), list(other))
 
 
 # Lists that the script has split -------------------------------------------------------
@@ -194,22 +181,17 @@ def test_rank_0_evaluates_while_others_wait_elsewhere(size, where):
     assert sorted(torch.cat([later for _, later in found]).tolist()) == [*range(60)]
 
 
-def _evaluates_alone():
-    mesh = worlds.mesh()
-    train = nodes(batch_size=5)
+@worlds.on(3, worlds.anew)
+def test_a_loader_that_the_others_have_passed_by_is_ones_own():
+    mesh, train = worlds.mesh(), nodes(batch_size=5)
     if mesh.rank == 0:
         alone = nodes(batch_size=5)
-    steps = len(list(train))
+    assert len(list(train)) == 4
     if mesh.rank != 0:
-        return steps
+        return
     with pytest.warns(UserWarning, match="not all ranks have built the loader") as told:
-        counts = len(list(alone)), len(list(alone))
+        assert (len(list(alone)), len(list(alone))) == (12, 12)
     assert told[0].filename == __file__  # the line that iterates
-    return steps, *counts
-
-
-def test_a_loader_that_the_others_have_passed_by_is_ones_own():
-    assert worlds.anew(_evaluates_alone, 3) == [(4, 12, 12), 4, 4]
 
 
 @worlds.on(2, worlds.anew)
@@ -230,18 +212,14 @@ def test_a_rank_without_inputs_has_nothing_to_repeat():
     assert list(dropped) == []
 
 
-def _comes_too_late():
-    mesh = worlds.mesh(fresh=True)
+@worlds.on(2, worlds.anew)
+def test_a_rank_that_failed_is_not_waited_for():
+    mesh = worlds.mesh()
     if mesh.rank:
         mesh.world.watch.report(OSError("no such file"))
-        return "failed"
+        return
     with pytest.raises(OSError, match=r"rank 1 failed .* no such file"):
         list(nodes())
-    return "heard"
-
-
-def test_a_rank_that_failed_is_not_waited_for():
-    assert worlds.anew(_comes_too_late, 2) == ["heard", "failed"]
 
 
 @worlds.on(3)
@@ -350,8 +328,7 @@ def test_an_epoch_of_two_ranks_goes_on_with_others(size):
 
 @worlds.on(2)
 def test_split_lists_go_on():
-    mesh = worlds.mesh()
-    own = torch.arange(30) + 30 * mesh.rank
+    own = torch.arange(30) + 30 * worlds.mesh().rank
     made, later, whole = (nodes(input_nodes=own, batch_size=5) for _ in range(3))
     for _, _batch in zip(range(2), made, strict=False):
         pass
@@ -396,21 +373,6 @@ def test_one_rank_loads_for_all(tmp_path, size, typed):
     all_same(*both)
 
 
-def _shared_by_default():
-    worlds.mesh()
-    same(shared(graph()), graph())
-    time.sleep(0.2)
-    places = {Path("/dev/shm"), Path(tempfile.gettempdir())}
-    made = [f for p in places if p.exists() for f in p.glob("pyg_distcomm-*/graph.pt")]
-    return [f for f in made if f.stat().st_uid == os.getuid()]
-
-
-def test_nothing_is_left_behind():
-    before = _shared_by_default()
-    for left in worlds.run(_shared_by_default, 2):
-        assert set(left) <= set(before)
-
-
 class Roads(Data):
     """A graph of a script's own."""
 
@@ -431,9 +393,8 @@ def test_a_shared_graph_is_read_as_data(tmp_path):
     assert got.told == roads.told
     same(got, roads)
     data.more = Strange()
-    with pytest.raises(
-        RuntimeError, match=r"the graph holds .*mkdir; shared\(\) passes"
-    ):
+    said = r"the graph holds .*mkdir; shared\(\) passes"
+    with pytest.raises(RuntimeError, match=said):
         shared(data)
     assert not os.listdir(tmp_path)
 
@@ -464,7 +425,7 @@ def test_a_source_that_is_no_graph_is_told_to_all_ranks(size):
 def test_shared_says_that_a_disk_is_full(tmp_path):
     rank = worlds.mesh().rank
     with (
-        full_disk(4096 if rank == 0 else None),
+        full_after(4096) if rank == 0 else contextlib.nullcontext(),
         pytest.raises(RuntimeError, match=rf"written to {tmp_path}: .*make room"),
     ):
         shared(graph, folder=tmp_path)

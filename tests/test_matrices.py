@@ -1,7 +1,5 @@
 """Sparse matrices in the place of edges: PyG's layers, and by what they weigh messages."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """Exchanges over gloo, and through memory of a host: what they must not change."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -10,7 +8,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
-from datetime import timedelta
+from unittest import mock
 
 import pytest
 import tiers
@@ -117,43 +115,30 @@ def test_several_exchanges_at_once_end_in_any_order(size):
         worlds.run(_several_under_way, size)
 
 
-def _order():
-    mesh = worlds.mesh()
-    me, size = mesh.rank, mesh.size
-    said, real = [], {name: getattr(dist, name) for name in ("isend", "irecv")}
+@tiers.parametrize("size", [2, 3, 4], [3])
+@worlds.on()
+def test_receives_come_before_sends_of_much(size):
+    mesh, said = worlds.mesh(), []
+    me = mesh.rank
 
     def spy(name):
-        def begin(rows, *args):
-            said.append((name, rows.numel() >= BIG))
-            return real[name](rows, *args)
-
-        return begin
+        real = getattr(dist, name)
+        noted = lambda rows: said.append((name, rows.numel() >= BIG))  # noqa: E731
+        begin = lambda rows, *args: noted(rows) or real(rows, *args)  # noqa: E731
+        return mock.patch.object(dist, name, begin)
 
     send = recv = [0 if j == me else BIG if (me + j) % 2 else 4 for j in range(size)]
-    try:
-        for name in real:
-            setattr(dist, name, spy(name))
-        x = torch.zeros(sum(send), dtype=torch.float64)
-        collectives.all_to_all(x, send, recv, by_gloo(mesh.world)).wait()
+    with spy("isend"), spy("irecv"):
+        x, axis = torch.zeros(sum(send), dtype=torch.float64), by_gloo(mesh.world)
+        collectives.all_to_all(x, send, recv, axis).wait()
         collectives.barrier(mesh.world)
         first_send = [name for name, _ in said].index("isend")
-        much_later = [s for s in said[first_send:] if s == ("irecv", True)]
-        calls = len(said)
-        x = torch.zeros(size * 4, dtype=torch.float64)
-        axis = by_gloo(mesh.world)
-        collectives.all_to_all(x, [4] * size, [4] * size, axis, most=4).wait()
-    finally:
-        for name, begin in real.items():
-            setattr(dist, name, begin)
-    return said, much_later, len(said) - calls
-
-
-@tiers.parametrize("size", [2, 3, 4], [3])
-def test_receives_come_before_sends_of_much(size):
-    for said, much_later, small in worlds.run(_order, size):
         assert said[0] == ("irecv", True)
-        assert not much_later  # nothing much is asked for once sending has begun
-        assert small == 0  # what all know to be small is one collective
+        # nothing much is asked for once sending has begun
+        assert ("irecv", True) not in said[first_send:]
+        calls, x = len(said), torch.zeros(size * 4, dtype=torch.float64)
+        collectives.all_to_all(x, [4] * size, [4] * size, axis, most=4).wait()
+    assert len(said) == calls  # what all know to be small is one collective
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -177,8 +162,8 @@ def test_what_finds_no_room_in_memory_goes_by_gloo(size):
     collectives.barrier(axis)
 
 
-def _many_under_way():
-    """Begins more exchanges than a ring describes, on all ranks, before any is waited for."""
+@worlds.on(2)
+def test_more_may_be_under_way_than_a_ring_describes():
     mesh = worlds.mesh()
     ones = [1] * mesh.size
     pending = []
@@ -190,8 +175,7 @@ def _many_under_way():
         assert one.wait().tolist() == [2.0 * k + i for i in range(mesh.size)]
 
 
-def test_more_may_be_under_way_than_a_ring_describes():
-    worlds.run(_many_under_way, 2)
+def test_messages_of_each_kind_have_a_tag():
     assert len({collectives._TAG, messages._TAG, failure._ABORT_TAG}) == 3
 
 
@@ -226,28 +210,6 @@ def _other_sizes():
 def test_ranks_at_other_operations_are_told_so():
     with pytest.raises(ValueError, match=r"bytes came where \d+ were awaited: run the"):
         pdc.launch(_other_sizes, 2, timeout=100)
-
-
-def _waits_in_slices():
-    mesh = worlds.mesh()
-    x = torch.zeros(BIG * mesh.size, dtype=torch.float64)
-    counts = [BIG] * mesh.size
-    if mesh.rank == 1:
-        time.sleep(0.4)
-    pending = collectives.all_to_all(x, counts, counts, mesh.world)
-    too_short = 0
-    while mesh.rank == 0 and not pending.work.is_completed():
-        with contextlib.suppress(RuntimeError):
-            pending.work.wait(timedelta(seconds=0.05))
-            continue
-        too_short += 1
-    assert pending.wait().numel() == x.numel()
-    return too_short
-
-
-def test_a_wait_that_ends_early_breaks_nothing():
-    assert worlds.run(_waits_in_slices, 2)[0] >= 2
-    assert worlds.run(_waits_in_slices, 2)[0] >= 2  # the connection is whole
 
 
 def _much(mesh, axis=None):
@@ -343,14 +305,8 @@ def test_messages_may_be_longer_than_32_bits_count():
 @worlds.on(2)
 def test_an_exchange_of_one_tensor_is_never_a_gather():
     mesh = worlds.mesh()
-    rank, before = mesh.rank, collectives._uses_nccl
-    rows = (
-        torch.arange(4.0).view(4, 1) + 10 * rank
-    )  # two for each rank, also for itself
-    collectives._uses_nccl = lambda x, axis: True
-    try:
+    rows = torch.arange(4.0).view(4, 1) + 10 * mesh.rank  # two for each, and oneself
+    with mock.patch.object(collectives, "_uses_nccl", return_value=True):
         got = collectives.all_to_all(rows, [2, 2], [2, 2], mesh.world).wait()
-    finally:
-        collectives._uses_nccl = before
-    wanted = [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]][rank]
+    wanted = [[0.0, 1.0, 10.0, 11.0], [2.0, 3.0, 12.0, 13.0]][mesh.rank]
     assert got.view(-1).tolist() == wanted

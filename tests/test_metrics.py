@@ -1,7 +1,5 @@
 """Figures of epochs: what they count, what is kept of them, and what writers write."""
 
-from __future__ import annotations
-
 import csv
 import json
 import pickle

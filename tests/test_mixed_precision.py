@@ -1,7 +1,5 @@
 """torch.autocast, GradScaler and half-precision features give what PyG's layers give."""
 
-from __future__ import annotations
-
 import alike
 import places
 import pytest

@@ -1,7 +1,5 @@
 """Data sets of OGB and PyG, from small files in the form that their own classes read."""
 
-from __future__ import annotations
-
 import gzip
 import sys
 from pathlib import Path
@@ -14,12 +12,7 @@ import torch
 from torch_geometric.utils import to_undirected
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from graphs import (
-    OGB,
-    load_dataset,
-    load_node_data,
-    num_outputs,
-)
+from graphs import OGB, load_dataset, load_node_data, num_outputs
 
 pytestmark = pytest.mark.usefixtures("place")
 

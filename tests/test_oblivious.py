@@ -1,7 +1,5 @@
 """CAGNET's own algorithms, as benchmarks run them: exact, and as many bytes as printed."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from pathlib import Path

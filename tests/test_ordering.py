@@ -131,9 +131,7 @@ def test_every_order_is_the_same_function(layer):
 
 @worlds.on(2)
 def test_a_kept_product_follows_its_inputs():
-    mesh = worlds.mesh()
-    data = graph(5)
-    share = pdc.partition(data, mesh, "random")
+    share = pdc.partition(graph(5), worlds.mesh(), "random")
     torch.manual_seed(3)
     conv = DistGCNConv(5, 6).double()
     rows = share.edge_index.nodes.gid
@@ -222,8 +220,10 @@ def test_the_ghosts_of_features_travel_twice(kind, size):
         assert sent[1:] == [price, 0, 0, price, price, 0, price * (kind != "edge")]
 
 
-def changed_on_one(layer):
-    mesh = worlds.mesh(fresh=True)
+@pytest.mark.parametrize("layer", [DistGCNConv, tiers.rarely(pyg.GATConv)])
+@worlds.on(2, worlds.anew)
+def test_a_change_on_one_rank_is_an_error_on_all(layer):
+    mesh = worlds.mesh()
     share = pdc.partition(graph(5), mesh, "random")
     convs = [pdc.convert(layer(*w).double()) for w in ((5, 6), (6, 3))]
 
@@ -240,14 +240,9 @@ def changed_on_one(layer):
         epoch()
 
 
-@pytest.mark.parametrize("layer", [DistGCNConv, tiers.rarely(pyg.GATConv)])
-def test_a_change_on_one_rank_is_an_error_on_all(layer):
-    worlds.run(changed_on_one, 2, layer)
-    worlds.only(0)  # messages are left over
-
-
-def hooked_on_one():
-    mesh = worlds.mesh(fresh=True)
+@worlds.on(2, worlds.anew)
+def test_a_hook_in_a_layer_on_one_rank_is_an_error_on_all():
+    mesh = worlds.mesh()
     share = pdc.partition(graph(5), mesh, "random")
     conv = pdc.convert(pyg.GATConv(5, 3).double())
     conv(share.x, share.edge_index)
@@ -255,11 +250,6 @@ def hooked_on_one():
         conv.lin.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="hooks"):
         conv(share.x, share.edge_index)
-
-
-def test_a_hook_in_a_layer_on_one_rank_is_an_error_on_all():
-    worlds.run(hooked_on_one, 2)
-    worlds.only(0)  # messages are left over
 
 
 def test_a_change_is_noticed_at_its_place_and_not_before():
@@ -314,8 +304,7 @@ class Recomputed(torch.nn.Module):
 @worlds.on(2)
 def test_checkpointing_repeats_the_order(layer):
     """An epoch that computes a layer again multiplies in the order of the first time."""
-    mesh = worlds.mesh()
-    share = pdc.partition(graph(9), mesh, "random")
+    share = pdc.partition(graph(9), worlds.mesh(), "random")
     net = Net(layer, (9, 2)).double()
     again = Recomputed(net)
     want, _ = step(net, share, share.edge_index.with_ordering(keep_inputs=False))

@@ -1,7 +1,5 @@
 """Layers of a user's own, changed ones, and scripts with them: PyG's numbers, or errors."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -378,8 +376,7 @@ def made(name, plain=False):
 @worlds.on()
 def test_changed_layers_on_ranks_are_what_they_were_changed_to(size, grid):
     data = GRAPHS["directed"]()
-    mesh = worlds.mesh(grid=grid)
-    share = pdc.partition(data, mesh, "random")
+    share = pdc.partition(data, worlds.mesh(grid=grid), "random")
     for name in CHANGES:
         plain, ours = made(name, plain=True), pdc.convert(made(name))
         want = alike.learnt(plain, data.x, data.edge_index)

@@ -1,7 +1,5 @@
 """Everything a training step computes equals single-process PyG, on any grid."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

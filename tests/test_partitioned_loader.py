@@ -1,7 +1,5 @@
 """Loaders of a graph spread over ranks yield the batches of the whole graph."""
 
-from __future__ import annotations
-
 import gc
 import re
 import time
@@ -121,6 +119,11 @@ NODES = {
         {"input_nodes": ("paper", torch.arange(40) < 6), "time_attr": "time"},
     ),
     "a type without edges": (late_types, {"input_nodes": "late"}),
+    "no rows": (lambda: Data(edge_index=graph().edge_index, num_nodes=60), {}),
+    "a generator": (
+        graph,
+        lambda d: {"generator": torch.Generator().manual_seed(5), "seed": None},
+    ),
     **{
         f"hops {hops}": (graph, {"sizes": hops})
         for hops in ([0], [2, 0], [0, 2], [2, 0, 2])
@@ -371,18 +374,6 @@ def test_states_of_a_share_are_those_of_the_whole_graph():
         )
         assert one == two
         assert any(key.startswith("values of") for key in one)
-
-
-@pytest.mark.parametrize("size", [2])
-@worlds.on()
-def test_a_generator_orders_a_share_as_the_whole_graph(size):
-    data, found = graph(), []
-    for given in (data, pdc.partition(data, worlds.mesh(), "random")):
-        g = torch.Generator().manual_seed(5)
-        how = {"batch_size": 7, "shuffle": True, "generator": g}
-        loader = DistNeighborLoader(given, [3, 2], **how)
-        found.append([batch.n_id for batch in loader])
-    assert all(map(torch.equal, *found))
 
 
 def told(loader, count=None):

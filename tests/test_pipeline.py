@@ -1,8 +1,7 @@
 """The pipeline on one rank: exact with one chunk, and what its definition says with more."""
 
-from __future__ import annotations
-
 import copy
+import functools
 import itertools
 import warnings
 
@@ -21,13 +20,7 @@ from pipelines import (
     without_loss,
 )
 from problems import GRAPHS
-from torch_geometric.nn import (
-    GATConv,
-    GCNConv,
-    GINConv,
-    SAGEConv,
-    TransformerConv,
-)
+from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv, TransformerConv
 
 import pyg_distcomm as pdc
 from pyg_distcomm.halo.codecs import ColumnMask, Plain, Quantise
@@ -334,24 +327,18 @@ def test_what_changes_nothing_is_the_exact_link(shape, link):
 @tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:], step=3)
 def test_bytes_are_foretold_whatever_the_link(stack, link):
     stages, name = stack
-    for _, out, *_ in worlds.run(_by_name, 2 * stages, stages, link, name):
+    run = functools.partial(train, stack=name)
+    for _, out, *_ in worlds.run(run, 2 * stages, stages, link):
         assert bool(out.isfinite().all())
-
-
-def _by_name(stages, link, name):
-    return train(stages, link, stack=name)
 
 
 @tiers.parametrize("recompute", [True, False], [True])
 def test_late_rows_of_frozen_weights_become_exact(recompute):
-    want = worlds.run(_frozen, 4, "none", recompute)
-    got = worlds.run(_frozen, 4, "late, the last too", recompute)
+    how = {"epochs": 9, "lr": 0.0, "chunks": 1, "recompute": recompute}
+    run = functools.partial(train, **how)
+    want, got = (worlds.run(run, 4, 2, x) for x in ("none", "late, the last too"))
     for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-
-
-def _frozen(link, recompute):
-    return train(2, link, epochs=9, lr=0.0, chunks=1, recompute=recompute)[3]
+        torch.testing.assert_close(mine[3], theirs[3], rtol=1e-9, atol=1e-9)
 
 
 @worlds.on(2)
@@ -406,15 +393,12 @@ def test_what_must_be_exact_is_exact(stack):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def _losses(stages, link, balance):
-    return train(stages, link, balance=balance)[0]
-
-
 @tiers.parametrize("link", ["8 bits", "one bit, late", "varco"], ["one bit, late"])
 def test_results_do_not_depend_on_stages(link):
-    want = worlds.run(_losses, 2, 1, link, None)[0]
-    for stages, balance in ((2, [3, 5]), (2, [7, 1])):  # the last reads no neighbours
-        for losses in worlds.run(_losses, 2 * stages, stages, link, balance):
+    (want, *_), _ = worlds.run(train, 2, 1, link)
+    for balance in ([3, 5], [7, 1]):  # the last reads no neighbours
+        run = functools.partial(train, balance=balance)
+        for losses, *_ in worlds.run(run, 4, 2, link):
             assert losses == pytest.approx(want, rel=1e-9)
 
 
@@ -446,9 +430,10 @@ def test_what_a_link_keeps_is_saved_with_the_pipeline(link, tmp_path):
             assert losses == want
 
 
-def _restarted(stages, path):
-    """A link that goes on in chunks of other nodes, without the rows of the old ones."""
-    pipe, share, opt = made(stages, "one bit, late")
+@worlds.on(4)
+def test_what_was_kept_of_other_chunks_is_dropped(tmp_path):
+    """A link goes on in chunks of other nodes, without the rows of the old ones."""
+    (pipe, share, opt), path = made(2, "one bit, late"), tmp_path / "pipe"
     go_on(pipe, share, opt, 2)
     pipe.save(path, opt)
     share.edge_index = share.edge_index.with_link(LINKS["one bit, late"]())
@@ -457,14 +442,12 @@ def _restarted(stages, path):
     with pytest.warns(UserWarning, match="late rows of links as well"):
         pipe.train_step(share, loss_of)
     share.edge_index.topology.link.step()
-    return share.edge_index.topology.link.epoch
+    assert share.edge_index.topology.link.epoch == 3
 
 
-def test_what_was_kept_of_other_chunks_is_dropped(tmp_path):
-    assert worlds.run(_restarted, 4, 2, tmp_path / "pipe") == [3] * 4
-
-
-def _unstepped(stages):
+@tiers.parametrize(("size", "stages"), [(2, 1), (4, 2)], [(4, 2)])
+@worlds.on()
+def test_an_epoch_of_a_link_is_one_of_the_pipeline(size, stages):
     balance = [7, 1] if stages == 2 else None
     pipe, share, opt = made(stages, "one bit", balance=balance)
     pipe.train_step(share, loss_of)
@@ -472,8 +455,3 @@ def _unstepped(stages):
         pipe.train_step(share, loss_of)
     share.edge_index.topology.link.step()
     go_on(pipe, share, opt, 2)
-
-
-@tiers.parametrize("stages", [1, 2], [2])
-def test_an_epoch_of_a_link_is_one_of_the_pipeline(stages):
-    worlds.run(_unstepped, 2 * stages, stages)

@@ -1,21 +1,12 @@
 """The parts of the pipeline by themselves: schedule, stages, names, history."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import astuple
 
 import pytest
 import torch
 from torch import nn
-from torch_geometric.nn import (
-    BatchNorm,
-    GCN2Conv,
-    GCNConv,
-    GENConv,
-    LayerNorm,
-    SGConv,
-)
+from torch_geometric.nn import BatchNorm, GCN2Conv, GCNConv, GENConv, LayerNorm, SGConv
 
 from pyg_distcomm.comm.mesh import ranks_per_stage
 from pyg_distcomm.pipeline.layer_stack import (

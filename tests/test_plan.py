@@ -1,7 +1,5 @@
 """The planner: bytes of an epoch as the ledger counts them, before anything is sent."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import math
@@ -13,39 +11,17 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn as pyg
 import worlds
 from links import Net
-from problems import GRAPHS, grids, owners
+from problems import GRAPHS, grids, owners, some_grids
 from torch_geometric.data import Data
-from torch_geometric.nn import (
-    APPNP,
-    ChebConv,
-    GATConv,
-    GatedGraphConv,
-    GCNConv,
-    GINConv,
-    GraphConv,
-    LayerNorm,
-    MessagePassing,
-    MFConv,
-    PairNorm,
-    SAGEConv,
-    Sequential,
-    SGConv,
-    TAGConv,
-)
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.mesh import latest_mesh
 from pyg_distcomm.graph.topology import ORDERS, MultiplyOrder
-from pyg_distcomm.halo.codecs import (
-    Cast,
-    Chain,
-    ColumnMask,
-    Quantise,
-    RowSample,
-)
+from pyg_distcomm.halo.codecs import Cast, Chain, ColumnMask, Quantise, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 from pyg_distcomm.ops.grid_plan import HALOS
@@ -77,8 +53,7 @@ def late_epoch(model, x, edges, y):
 
 def trained(grid, graph, owner, layer, switches):
     mesh = worlds.mesh(grid=grid)
-    data = GRAPHS[graph]()
-    share = pdc.partition(data, mesh, owner)
+    share = pdc.partition(GRAPHS[graph](), mesh, owner)
     torch.manual_seed(0)
     model = pdc.replicate(Net(LAYERS[layer], WIDTHS).double(), mesh)
     found = []
@@ -133,62 +108,80 @@ def chained(*parts):
     for part in parts:
         made.append(made[part] if isinstance(part, int) else part)
     calls = [
-        (one, "x, edge_index -> x" if isinstance(one, MessagePassing) else "x -> x")
+        (one, "x, edge_index -> x" if isinstance(one, pyg.MessagePassing) else "x -> x")
         for one in made
     ]
-    return Sequential("x, edge_index", calls)
+    return pyg.Sequential("x, edge_index", calls)
 
 
 def uncommon_models():
     """Models that make other products than a stack of layers, each with what they do."""
-    against = {"flow": "target_to_source"}
-    layers = GCNConv(7, 6, **against), GATConv(6, 5, **against)
-    yield "reads against the edges", chained(*layers, SAGEConv(5, 4, **against))
-    ends = ChebConv(7, 6, K=3), ChebConv(6, 4, K=2)
-    yield "is a polynomial", chained(ends[0], GatedGraphConv(6, 2), ends[1])
-    layers = torch.nn.Linear(7, 6), GCNConv(6, 6), GCNConv(6, 4)
-    yield "begins with a linear layer", chained(*layers)
-    yield "uses a layer twice", chained(GCNConv(7, 6), layers[1], 1, layers[2])
-    yield "is frozen", chained(GCNConv(7, 6).requires_grad_(False), layers[2])
-    frozen, conv = torch.nn.Linear(7, 7).requires_grad_(False), GCNConv(7, 5)
+    against, lin = {"flow": "target_to_source"}, torch.nn.Linear
+    gat, gcn, gin, sage = pyg.GATConv, pyg.GCNConv, pyg.GINConv, pyg.SAGEConv
+    layers = gcn(7, 6, **against), gat(6, 5, **against), sage(5, 4, **against)
+    yield "reads against the edges", chained(*layers)
+    ends = pyg.ChebConv(7, 6, K=3), pyg.ChebConv(6, 4, K=2)
+    yield "is a polynomial", chained(ends[0], pyg.GatedGraphConv(6, 2), ends[1])
+    first, twice, last = lin(7, 6), gcn(6, 6), gcn(6, 4)
+    yield "begins with a linear layer", chained(first, twice, last)
+    yield "uses a layer twice", chained(gcn(7, 6), twice, 1, last)
+    yield "is frozen", chained(gcn(7, 6).requires_grad_(False), last)
+    frozen, conv = lin(7, 7).requires_grad_(False), gcn(7, 5)
     conv.lin.weight.requires_grad_(False)
-    yield "trains only a bias", chained(frozen, conv, GATConv(5, 4))
-    sums = SGConv(7, 6, K=3), TAGConv(6, 6, K=2), GatedGraphConv(7, 2)
-    yield "sums in rounds", chained(*sums, APPNP(3, 0.1))
-    yield "caches", chained(SGConv(7, 6, K=2, cached=True), layers[2])
-    yield "projects", chained(SAGEConv(7, 6), SAGEConv(6, 4, project=True))
-    norms = torch.nn.BatchNorm1d(7), torch.nn.BatchNorm1d(6)
-    layers = GCNConv(7, 6), norms[1], layers[1], 2, layers[2]
-    yield "norms before, and twice", chained(norms[0], *layers)
-    yield "sums, and maxima", chained(GraphConv(7, 6), SAGEConv(6, 5, aggr="max"))
-    yield "attends first", chained(GATConv(7, 6), GINConv(torch.nn.Linear(6, 4)))
+    yield "trains only a bias", chained(frozen, conv, gat(5, 4))
+    sums = pyg.SGConv(7, 6, K=3), pyg.TAGConv(6, 6, K=2), pyg.GatedGraphConv(7, 2)
+    yield "sums in rounds", chained(*sums, pyg.APPNP(3, 0.1))
+    yield "caches", chained(pyg.SGConv(7, 6, K=2, cached=True), last)
+    yield "projects", chained(sage(7, 6), sage(6, 4, project=True))
+    before, norm = torch.nn.BatchNorm1d(7), torch.nn.BatchNorm1d(6)
+    yield "norms before, and twice", chained(before, gcn(7, 6), norm, twice, 2, last)
+    yield "sums, and maxima", chained(pyg.GraphConv(7, 6), sage(6, 5, aggr="max"))
+    yield "attends first", chained(gat(7, 6), gin(lin(6, 4)))
+    inner = torch.nn.Sequential(lin(6, 5), torch.nn.ReLU())
+    yield "mixes", chained(gat(7, 3, heads=2), gin(inner), gcn(5, 4))
+    sums = gin(lin(7, 6)), pyg.GraphConv(6, 5, aggr="mean"), pyg.APPNP(2, 0.1)
+    yield "sums on the grid", chained(*sums, pyg.TAGConv(5, 4, K=2))
+    edge = pyg.EdgeConv(lin(10, 4))
+    yield "compares", chained(pyg.GATv2Conv(7, 6), pyg.TransformerConv(6, 5), edge)
 
 
-def uncommon(grid, owner, keep):
+def uncommon(grid, graph, owner, keep, halo, first):
     mesh, found = worlds.mesh(grid=grid), []
-    share = pdc.partition(GRAPHS["directed"](), mesh, owner)
-    edges = share.edge_index.with_ordering(keep_inputs=keep)
-    for _, model in uncommon_models():
+    share = pdc.partition(GRAPHS[graph](), mesh, owner)
+    edges = share.edge_index.with_ordering(keep_inputs=keep).with_halo(halo)
+    for _, model in list(uncommon_models())[first:]:
         model = pdc.convert(model.double())
-        got = late_epoch(model, share.x, edges, share.y)
-        found.append(sum(got[k] for k in ("exchange", "parameters", "rest")))
+        found.append(late_epoch(model, share.x, edges, share.y))
     return found
 
 
-@pytest.mark.parametrize(
-    ("grid", "keep"), [((2, 1, 1), True), ((2, 1, 2), True), ((1, 1, 2), False)]
+UNCOMMON = [
+    (grid, "directed", "random", grid != (1, 1, 2), "auto", 0)
+    for grid in ((2, 1, 1), (2, 1, 2), (1, 1, 2), (2, 2, 1))
+]
+UNCOMMON += [
+    (grid, "star", "empty_rank", True, halo, -3)
+    for size, halo in itertools.product((2, 3, 4, 6), HALOS)
+    for grid in some_grids(size)
+]
+
+
+@tiers.parametrize(
+    ("grid", "graph", "cutter", "keep", "halo", "first"), UNCOMMON, slice(4)
 )
-def test_a_model_is_read_as_it_runs(grid, keep):
-    data, size = GRAPHS["directed"](), math.prod(grid)
-    owner, ordering = owners("random", data, size), MultiplyOrder("auto", keep)
-    counted = worlds.run(uncommon, size, grid, owner, keep)
-    for k, (name, model) in enumerate(uncommon_models()):
+def test_a_model_is_read_as_it_runs(grid, graph, cutter, keep, halo, first):
+    data, size = GRAPHS[graph](), math.prod(grid)
+    owner, ordering = owners(cutter, data, size), MultiplyOrder("auto", keep)
+    counted = worlds.run(uncommon, size, grid, graph, owner, keep, halo, first)
+    how = {"partition": owner, "ordering": ordering, "halo": halo}
+    for k, (name, model) in enumerate(list(uncommon_models())[first:]):
         state, model = torch.get_rng_state(), pdc.convert(model)
         with torch.inference_mode("twice" in name):  # it makes no difference
-            how = {"partition": owner, "ordering": ordering}
             plans = pdc.plan(data, ranks=size, model=model, **how)
-        best = plans.of(grid)
-        assert best.bytes_by_rank == tuple(each[k] for each in counted), name
+        best, kinds = plans.of(grid), ("exchange", "parameters", "rest")
+        found = tuple(sum(each[k][kind] for kind in kinds) for each in counted)
+        assert best.bytes_by_rank == found, name
+        assert max(each[k]["messages"] for each in counted) == best.messages, name
         assert not best.missing
         assert torch.equal(torch.get_rng_state(), state)
 
@@ -212,9 +205,9 @@ def planned(model):
 
 def test_what_is_not_counted_is_said():
     for model, words in (
-        (chained(GCNConv(7, 6), PairNorm()), "sums over nodes of PairNorm"),
-        (chained(MFConv(7, 6)), "rows that MFConv reads by ids"),
-        (chained(GCNConv(7, 6), LayerNorm(6)), "sums over nodes of LayerNorm"),
+        (chained(pyg.GCNConv(7, 6), pyg.PairNorm()), "sums over nodes of PairNorm"),
+        (chained(pyg.MFConv(7, 6)), "rows that MFConv reads by ids"),
+        (chained(pyg.GCNConv(7, 6), pyg.LayerNorm(6)), "sums over nodes of LayerNorm"),
     ):
         plans = planned(model)
         assert words in plans.best.missing
@@ -228,7 +221,7 @@ class Idle(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.conv = GCNConv(7, 4)
+        self.conv = pyg.GCNConv(7, 4)
 
     def forward(self, x, edge_index):
         return x
@@ -236,15 +229,15 @@ class Idle(torch.nn.Module):
 
 def test_what_does_not_run_is_refused():
     with pytest.raises(ValueError, match="does not run on a graph of two"):
-        planned(torch.nn.ModuleList([GCNConv(7, 4)]))
+        planned(torch.nn.ModuleList([pyg.GCNConv(7, 4)]))
     with pytest.raises(ValueError, match="calls no message passing layer"):
         planned(Idle())
     with pytest.raises(TypeError, match=r"model is a torch\.nn\.Module, got list"):
-        planned([GCNConv(7, 4)])
+        planned([pyg.GCNConv(7, 4)])
 
 
 def test_numbers_are_as_long_as_the_features():
-    data, model = GRAPHS["undirected"](), GCNConv(7, 4)
+    data, model = GRAPHS["undirected"](), pyg.GCNConv(7, 4)
     assert data.x.dtype == torch.float64
 
     def count(**given):
@@ -258,7 +251,7 @@ def test_numbers_are_as_long_as_the_features():
     half = data.clone()
     half.x = half.x.half()
     assert count(graph=half, model=model) == short > count(graph=half, widths=[7, 4])
-    assert count(graph=data.edge_index, model=GCNConv(7, 4).double()) == long
+    assert count(graph=data.edge_index, model=pyg.GCNConv(7, 4).double()) == long
 
 
 def test_refusals_have_reasons():
@@ -307,7 +300,9 @@ def test_mistakes_are_named(arguments, message):
         pdc.plan(**how)
 
 
-def automatic():
+@tiers.parametrize("size", [1, 2, 4], [2])
+@worlds.on()
+def test_auto_takes_the_same_plan_on_all_ranks(size):
     data = GRAPHS["undirected"]()
     mesh = pdc.init(pdc.Auto(data, model=Net(widths=WIDTHS).double()), timeout=60)
     share = pdc.partition(data, mesh)
@@ -319,16 +314,12 @@ def automatic():
     assert total == mesh.plan.bytes_by_rank[mesh.rank]
     coded = pdc.Auto(data, [7, 64, 64, 4], inputs="changing", codecs=["bf16"])
     codec = pdc.init(coded, timeout=60).plan.codec
-    assert codec == ("bf16" if mesh.size > 1 else "plain")
-    return mesh.grid
+    assert codec == ("bf16" if size > 1 else "plain")
+    assert len(set(collectives.all_gather_object(mesh.grid, mesh.world))) == 1
 
 
-@tiers.parametrize("size", [1, 2, 4], [2])
-def test_auto_takes_the_same_plan_on_all_ranks(size):
-    assert len(set(worlds.run(automatic, size))) == 1
-
-
-def refusals():
+@worlds.on(2)
+def test_auto_refuses_on_all_ranks():
     data = GRAPHS["undirected"]()
     with pytest.raises(ValueError, match=r"give pdc\.Auto\(data"):
         pdc.init("auto")
@@ -341,14 +332,14 @@ def refusals():
     with pytest.raises(ValueError, match="no plan can be run"):
         pdc.init(less, timeout=60)
     mesh = pdc.init(pdc.Auto(data, widths=[7, 4], method="random"), timeout=60)
-    with pytest.raises(
-        ValueError, match="has partitioned this graph already; leave seed out"
-    ):
+    told = "has partitioned this graph already; leave seed out"
+    with pytest.raises(ValueError, match=told):
         pdc.partition(data, mesh, seed=3)
     pdc.partition(data, mesh, "random", seed=3)
 
 
-def refused_before_timing():
+@worlds.on(2)
+def test_auto_refuses_before_anything_is_timed():
     data, how = GRAPHS["undirected"](), {"widths": [7, np.int64(4), 3]}
     auto = importlib.import_module("pyg_distcomm.plan.init")
     codecs = ["bf16"][: worlds.mesh().rank]
@@ -365,11 +356,6 @@ def refused_before_timing():
             with pytest.raises(kind, match=message):
                 pdc.init(pdc.Auto(**{"data": data} | how | wrong), timeout=60)
     assert not timed.called
-
-
-@pytest.mark.parametrize("refuses", [refusals, refused_before_timing])
-def test_auto_refuses_on_all_ranks(refuses):
-    worlds.run(refuses, 2)
 
 
 class Behind(torch.nn.Module):
@@ -405,7 +391,9 @@ def test_the_best_few_are_timed():
         assert module.shortlist(plans, training) == [plans.best]
 
 
-def wins(fastest):
+@tiers.parametrize("fastest", [(2, 1, 1), (1, 1, 2)], [(1, 1, 2)])
+@worlds.on(2)
+def test_auto_takes_what_is_timed_fastest(fastest):
     data, first = GRAPHS["undirected"](), worlds.mesh().rank == 0
     auto = importlib.import_module("pyg_distcomm.plan.init")
 
@@ -428,12 +416,7 @@ def wins(fastest):
     share = pdc.partition(data, mesh)
     conv = pdc.replicate(DistGCNConv(7, 4).double(), mesh)
     conv(share.x, share.edge_index).sum().backward()
-    return mesh.ledger.bytes() > 0
-
-
-@tiers.parametrize("fastest", [(2, 1, 1), (1, 1, 2)], [(1, 1, 2)])
-def test_auto_takes_what_is_timed_fastest(fastest):
-    assert worlds.run(wins, 2, fastest) == [True, True]
+    assert mesh.ledger.bytes() > 0
 
 
 def rmat(scale, each):

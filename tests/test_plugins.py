@@ -1,7 +1,5 @@
 """A package that registers a cutter, a codec and a rule is known by its names."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

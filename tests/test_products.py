@@ -1,7 +1,5 @@
 """The contract of every distributed linear operator, on every grid, whatever travels."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 
@@ -78,11 +76,7 @@ def test_contract_on_every_grid(size):
 
 @tiers.parametrize(
     ("grid", "words"),
-    [
-        ((8, 1, 1), 1680),
-        ((2, 4, 1), 960),
-        ((2, 2, 2), 720),
-    ],
+    [((8, 1, 1), 1680), ((2, 4, 1), 960), ((2, 2, 2), 720)],
     [((2, 2, 2), 720)],
 )
 @worlds.on()
@@ -167,20 +161,6 @@ def test_three_names_of_grids():
 def test_impossible_grids_say_what_fits(args, text):
     with pytest.raises(ValueError, match=text):
         resolve_grid(*args)
-
-
-def _ledger():
-    mesh = worlds.mesh()
-    mesh.ledger.reset()
-    collectives.all_reduce(torch.ones(3), mesh.world)
-    return mesh.ledger
-
-
-def test_a_ledger_can_be_brought_home():
-    for ledger in worlds.run(_ledger, 2):
-        assert ledger.messages("all_reduce") == 2
-        ledger.note("more", "world", words=1, bytes=4, sent_bytes=4, messages=1)
-        assert ledger.words("more") == 1
 
 
 # What travels -------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """What is declared, versioned and typed, and that nothing of torch or PyG is replaced."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Real graphs: the published accuracy, as single-process PyG has it."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

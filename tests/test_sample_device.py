@@ -1,7 +1,5 @@
 """The sampler of devices draws the minibatches of the CPU's, bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -17,6 +15,7 @@ import tiers
 import torch
 import worlds
 from batches import SUBGRAPHS, arguments, made, rich, same, timed_types
+from test_partitioned_loader import LAYERS, LINKS, NODES, loaders_of
 
 import pyg_distcomm as pdc
 from pyg_distcomm.kernels import matrix_ops, sample_jit, sample_ops
@@ -41,7 +40,7 @@ from pyg_distcomm.loader import (
 )
 from pyg_distcomm.loader.device_placement import HOST
 from pyg_distcomm.ops.id_plan import route_of
-from pyg_distcomm.sampling import KeyedNeighborSampler, Ladies
+from pyg_distcomm.sampling import KeyedNeighborSampler
 
 WRITES = ("author", "writes", "paper")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
@@ -138,21 +137,20 @@ def alike(host, there, device):
         same(one, other.cpu())
 
 
-LOADS = {
-    "plain": {},
-    "replace": {"replace": True},
-    "weighted": {"weight_attr": "weight", "replace": True},
-    "exponential": {"weight_attr": "weight"},
-    "by node time": {"time_attr": "time", "disjoint": True},
-    "latest": {"time_attr": "time", "disjoint": True, "temporal_strategy": "last"},
-    "disjoint": {"disjoint": True},
-    "induced": {"subgraph_type": "induced"},
-    "bidirectional": {"subgraph_type": "bidirectional"},
-    "labor": {"draws": "labor"},
-    "prefetch": {"prefetch": 2, "bulk_size": 3, "shuffle": True},
-    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
-    "hollow num_nodes": {"bulk_size": 2, "prefetch": 0},
-}
+# loaders of test_partitioned_loader.py, and how those of a device are made
+WAYS = (
+    {},
+    {"prefetch": 2, "bulk_size": 3},
+    {"transform_sampler_output": lambda out: out, "prefetch": 1},
+)
+TABLES = {NeighborLoader: NODES, LinkNeighborLoader: LINKS, DistLayerLoader: LAYERS}
+
+
+def both(kind, name, **more):
+    """A loader of the host, and one with more options."""
+    make, options = TABLES[kind][name]
+    graph = data() if make is rich else make()
+    return loaders_of(kind, graph, graph, options, False, **more)
 
 
 @pytest.fixture
@@ -161,55 +159,23 @@ def forced(monkeypatch):
     monkeypatch.setattr("pyg_distcomm.loader.device_placement.HOST", frozenset())
 
 
+CASES = [
+    (kind, name)
+    for kind in (NeighborLoader, LinkNeighborLoader)
+    for name in TABLES[kind]
+]
+CASES = [(*case, WAYS[k % 3]) for k, case in enumerate(CASES)]
+
+
 @pytest.mark.parametrize("device", EVERYWHERE)
-@pytest.mark.parametrize("links", [False, True])
-@pytest.mark.parametrize("hetero", [False, True])
-@tiers.parametrize("name", list(LOADS), slice(0, None, 4))
-def test_loaders_yield_the_batches_of_the_host(name, hetero, links, device, forced):
-    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
-    graph = typed() if hetero else data()
-    if name == "hollow num_nodes" and not hetero:
-        del graph.x, graph.half, graph.odd
-    if hetero and options.get("subgraph_type") == "bidirectional":
-        pytest.skip("PyG asks for reverse edge types")
-    kind = NeighborLoader
-    seeds = {"input_nodes": "paper" if hetero else graph.train_mask}
-    if links:
-        kind = LinkNeighborLoader
-        some = (graph[WRITES] if hetero else graph).edge_index[:, :40]
-        seeds = {"edge_label_index": (WRITES, some) if hetero else some}
-        seeds["neg_sampling"] = "binary"
-        if "time_attr" in options:
-            seeds["edge_label_time"] = torch.arange(40) % 9
-    host = list(kind(graph, **arguments(**options, **seeds)))
+@tiers.parametrize(("kind", "name", "way"), CASES, slice(0, None, 4))
+def test_loaders_yield_the_batches_of_the_host(kind, name, way, device, forced):
     place = second_device.device_of(device)
-    loader = kind(graph, **arguments(**options, **seeds, device=place))
+    host, loader = both(kind, name, **way, device=place)
     assert type(loader.neighbor_sampler_in_use) is KeyedNeighborSampler
     there = list(loader)
     assert isinstance(loader.neighbor_sampler_in_use._draw, DeviceSampler)
-    assert len(host) > 2
     alike(host, there, device)
-
-
-LAYERS = {
-    "ladies": {},
-    "cagnet": {"rule": Ladies("cagnet"), "weights": "importance", "replace": True},
-    "paper": {"rule": Ladies("paper"), "weights": "debiased", "batch_size": 23},
-    "fastgcn": {"rule": "fastgcn", "weights": "importance"},
-    "fastgcn, replace": {"rule": "fastgcn", "replace": True, "keep_batch": True},
-    "weighted": {"weight_attr": "weight", "weights": "debiased", "shuffle": True},
-    "weighted fastgcn": {"rule": "fastgcn", "weight_attr": "weight"},
-    "user": {"rule": lambda p: p.sqrt(), "weight_attr": "weight", "weights": None},
-    "late": {"transform_sampler_output": lambda out: out, "prefetch": 1},
-    "all": {"num_nodes_per_layer": [-1, 12], "bulk_size": 2},
-}
-
-
-def layered(name, graph, place=None, **more):
-    options = {"num_nodes_per_layer": [12, 7], "batch_size": 9, "seed": 4}
-    return DistLayerLoader(
-        graph, **arguments(**options | LAYERS[name] | more, device=place)
-    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE)
@@ -219,13 +185,11 @@ def test_layers_are_those_of_the_host(name, device, forced, monkeypatch):
         for op in vars(matrix_ops).values():
             if isinstance(op, Op):
                 monkeypatch.setitem(op._backends, "cpu", None)
-    graph = data()
-    graph.edge_index[:, 1::9] = graph.edge_index[:, ::9]  # parallel
-    graph.edge_index[0, ::7] = graph.edge_index[1, ::7]  # loops
-    graph.edge_index[1, graph.edge_index[1] == 3] = 4  # a node without in-edges
-    there = list(layered(name, graph, second_device.device_of(device)))
+    _, loader = both(DistLayerLoader, name, device=second_device.device_of(device))
+    there = list(loader)
     monkeypatch.undo()
-    alike(layered(name, graph), there, device)
+    host, _ = both(DistLayerLoader, name)
+    alike(host, there, device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -540,25 +504,21 @@ def test_hot_rows_are_read_from_the_device(hetero, forced, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", list(LOADS))
+@pytest.mark.parametrize("name", list(NODES))
 @pytest.mark.parametrize("rows_on", ["device", "pinned", "host", "cached"])
 def test_loaders_read_pinned_memory(name, rows_on):
-    options = {"num_neighbors": [4, -1, 2], "batch_size": 7, "seed": 3} | LOADS[name]
-    graph = data()
     place = {"device": "cuda", "graph_on": "pinned", "rows_on": rows_on}
     if rows_on == "cached":
         place |= {"rows_on": "pinned", "cache": 0.3}
-    there = NeighborLoader(graph, **arguments(**options, **place))
-    alike(NeighborLoader(graph, **arguments(**options)), there, "cuda")
+    alike(*both(NeighborLoader, name, **place), "cuda")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", list(LAYERS))
 @pytest.mark.parametrize("rows_on", ["device", "pinned"])
 def test_layers_read_pinned_memory(name, rows_on):
-    place = {"graph_on": "pinned", "rows_on": rows_on}
-    there = layered(name, data(), "cuda", **place)
-    alike(layered(name, data()), there, "cuda")
+    place = {"device": "cuda", "graph_on": "pinned", "rows_on": rows_on}
+    alike(*both(DistLayerLoader, name, **place), "cuda")
 
 
 # The compiled sampler where rows are long, nodes many, and weights zero --------------

@@ -1,7 +1,5 @@
 """What travels when a partitioned graph is sampled is what the prices say, to the byte."""
 
-from __future__ import annotations
-
 import batches
 import pytest
 import tiers

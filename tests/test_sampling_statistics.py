@@ -4,8 +4,6 @@ Seeds are fixed, so a test passes always or never; p > 1e-4 is what a right samp
 misses once in 10,000 seeds.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import combinations, permutations
 

@@ -1,7 +1,5 @@
 """Training by minibatches of a partitioned graph: the gradients of an epoch."""
 
-from __future__ import annotations
-
 import pytest
 import tiers
 import torch

@@ -1,7 +1,5 @@
 """Saves lose nothing: killed at any step, over another's files, on a disk that is full."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools
@@ -333,13 +331,11 @@ def test_hosts_without_a_shared_disk_are_told_when_they_save(tmp_path):
 def full_after(size):
     """Lets no file of this process grow beyond some bytes, as if the disk were full."""
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, usual[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-        signal.signal(signal.SIGXFSZ, heard)
 
 
 @worlds.on(2)

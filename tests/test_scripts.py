@@ -1,7 +1,5 @@
 """Ordinary PyG scripts, written at random, give one process's numbers after the swap."""
 
-from __future__ import annotations
-
 import random
 import textwrap
 

@@ -1,7 +1,5 @@
 """PyG's own layers, unmodified, on tensors that are sharded below autograd."""
 
-from __future__ import annotations
-
 import warnings
 
 import alike
@@ -30,24 +28,19 @@ def _pieces(conv, data, names):
     return found | {f"buffer {k}": b for k, b in conv.named_buffers()}
 
 
+@pytest.mark.parametrize(
+    ("graph", "size"), [("loops_and_copies", 3), ("directed", 2), ("undirected", 1)]
+)
+@worlds.on()
 @alike.in_doubles()
-def exact_layers(names, graph):
+def test_layers_of_pyg_run_as_they_are(graph, size):
     mesh = worlds.mesh()
-    for at, name in enumerate(names):
+    for at, name in enumerate(sorted(LAYERS)[3 - size :: 3]):
         build, inputs = LAYERS[name]
         want = _pieces(layers.make(build), problem(graph), inputs)
         share = shared(problem(graph), mesh, CUTTERS[at % 2])
         got = _pieces(layers.make(build), share, inputs)
         alike.same(got, want, f"{name} on {graph}")
-
-
-@pytest.mark.parametrize(
-    ("graph", "size"), [("loops_and_copies", 3), ("directed", 2), ("undirected", 1)]
-)
-def test_layers_of_pyg_run_as_they_are(graph, size):
-    names = sorted(LAYERS)
-    at = {3: 0, 2: 1, 1: 2}[size]
-    worlds.run(exact_layers, size, names[at::3], graph)
 
 
 def _backward_hooks(data):
@@ -265,12 +258,7 @@ def _rows_into_plain(data):
     return [out, x.grad]
 
 
-CALLS = (
-    _backward_hooks,
-    _double_backward,
-    _functional,
-    _views_after_no_grad,
-)
+CALLS = (_backward_hooks, _double_backward, _functional, _views_after_no_grad)
 MENDED = (
     _rows_into_plain,
     _numbers,

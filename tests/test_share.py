@@ -1,7 +1,5 @@
 """Shares on ranks: from folders, reports, refinement, overlap."""
 
-from __future__ import annotations
-
 import itertools
 
 import alike
@@ -99,9 +97,7 @@ def test_folders_that_do_not_fit_are_refused_on_all_ranks(tmp_path):
 @worlds.on(2)
 def test_cached_operators_follow_their_weights(grid):
     """Edge weights that change between steps are never taken from an old operator."""
-    data = GRAPHS["undirected"]()
-    mesh = worlds.mesh(grid=grid)
-    share = pdc.partition(data, mesh, "random")
+    share = pdc.partition(GRAPHS["undirected"](), worlds.mesh(grid=grid), "random")
     conv = DistGCNConv(7, 4).double()
     first = conv(share.x, share.edge_index, share.edge_weight)
     share.edge_weight.mul_(2.0)
@@ -114,9 +110,17 @@ def test_cached_operators_follow_their_weights(grid):
     assert torch.equal(*twice)
 
 
-def _refined(method, grid, folder):
-    data = GRAPHS["directed"]()
-    mesh = worlds.mesh(grid=grid)
+@tiers.parametrize(
+    ("method", "grid"),
+    itertools.product(
+        ["metis", "random", "grid"],
+        [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
+    ),
+    slice(1, 17, 5),
+)
+@worlds.on()
+def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
+    data, mesh, folder = GRAPHS["directed"](), worlds.mesh(grid=grid), tmp_path / "out"
     mask = data.train_mask
     plain = pdc.partition(data, mesh, method)
     share = pdc.partition(data, mesh, method, refine=True)
@@ -143,20 +147,7 @@ def _refined(method, grid, folder):
         write_folder(folder, data, owners, grid=grid)
     pdc.comm.collectives.barrier(mesh.world)
     assert pdc.partition_report(pdc.load_partition(folder, mesh)) == found
-    return owners.digest()
-
-
-@tiers.parametrize(
-    ("method", "grid"),
-    itertools.product(
-        ["metis", "random", "grid"],
-        [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
-    ),
-    slice(1, 17, 5),
-)
-def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
-    size = grid[0] * grid[1] * grid[2]
-    assert len(set(worlds.run(_refined, size, method, grid, tmp_path / "out"))) == 1
+    assert len(set(collectives.all_gather_object(owners.digest(), mesh.world))) == 1
 
 
 @worlds.on(2)

@@ -1,7 +1,5 @@
 """Every wait ends at the deadline, every process soon after, and nothing stays."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

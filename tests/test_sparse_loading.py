@@ -1,7 +1,5 @@
 """Loaders take an adj_t of torch.sparse, and sparse rows, or refuse them by name."""
 
-from __future__ import annotations
-
 import pytest
 import tiers
 import torch

@@ -1,7 +1,5 @@
 """The step on one process: layers of minibatches and whole graphs, against PyG's own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -23,7 +21,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm import kernels
 from pyg_distcomm.graph import edge_products
 from pyg_distcomm.graph.local_adjacency import GroupedEdges, adjacency_of, known
-from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions, NeighborLoader
+from pyg_distcomm.loader import DistNeighborLoader
 from pyg_distcomm.nn import local_products, trimming
 from pyg_distcomm.process import PROCESS
 
@@ -758,27 +756,14 @@ def test_products_are_differentiated_twice():
 # Anything else -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "change",
-    "hook method flow subclass half 3d adj_t explain autocast".split(),
-)
+@pytest.mark.parametrize("change", "flow half 3d adj_t explain autocast".split())
 def test_anything_else_takes_pygs_path(change, runs):
-    """A layer that does more than PyG's is PyG's, whatever its edges carry."""
+    """Beside layers that a script has changed, of which test_own_layers.py has many."""
     batch = next(iter(loader_of(graph(torch.float32))))
     x, e = batch.x, batch.edge_index
-
-    class Own(pdc.nn.SAGEConv):
-        def message(self, x_j):
-            return 2 * x_j
-
-    kind = Own if change == "subclass" else pdc.nn.SAGEConv
     options = {"flow": "target_to_source"} if change == "flow" else {}
-    layer = kind(WIDTH, 4, **options)
+    layer = pdc.nn.SAGEConv(WIDTH, 4, **options)
     context = torch.autocast("cpu", enabled=change == "autocast", dtype=torch.bfloat16)
-    if change == "hook":
-        layer.register_message_forward_hook(lambda m, i, out: 2 * out)
-    if change == "method":
-        layer.message = lambda x_j: 2 * x_j
     if change == "half":
         layer, x = layer.bfloat16(), x.bfloat16()
     if change == "3d":
@@ -827,11 +812,9 @@ def test_ends_out_of_range_are_left_to_pyg():
 # A pass on minibatches does not depend on how often its model ran, nor in which process ---
 
 
-def loader_of_larger():
+def a_larger_batch():
     data = batches.graph(n=300, e=2400)
-    return NeighborLoader(
-        data, [3, 3, 3], batch_size=8, shuffle=True, options=LoaderOptions(seed=0)
-    )
+    return next(iter(batches.nodes(data, (3, 3, 3), batch_size=8, seed=0)))
 
 
 class Net(torch.nn.Module):
@@ -903,8 +886,7 @@ def state_of(model):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_first_pass_is_as_a_later_one(kind, training):
-    batch = next(iter(loader_of_larger()))
-    found = []
+    batch, found = a_larger_batch(), []
     for passes in (0, 1, 3):
         torch.manual_seed(0)
         model = pdc.convert(Net(kind))
@@ -939,8 +921,7 @@ def test_a_forward_that_cannot_run_twice_is_not_trimmed():
             x.mul_(0.5)
             return super().forward(x, edge_index)
 
-    batch = next(iter(loader_of_larger()))
-    once = pdc.convert(Once("seeds"))
+    batch, once = a_larger_batch(), pdc.convert(Once("seeds"))
     once.todo = [1]
     assert math.isfinite(float(once(batch.x, batch.edge_index)[:8].sum()))
     assert "twice" in pdc.nn.trimming_of(once)

@@ -1,7 +1,5 @@
 """The step on ordinary tensors of a device: PyG's numbers, by products, and who waits."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 
@@ -249,8 +247,7 @@ def test_what_one_stream_made_another_does_not_use(monkeypatch):
     stream, captured = [7], [False]
     monkeypatch.setattr(local_adjacency, "_stream", lambda t: stream[0])
     monkeypatch.setattr(local_adjacency, "_is_captured", lambda t: captured[0])
-    data = graph()
-    edges = data.edge_index
+    edges = graph().edge_index
     for _ in range(2):
         found = local_adjacency.adjacency_of(edges)
     assert found.grouped(edges, 60, 60) is not None

@@ -1,7 +1,5 @@
 """The step over several relations, on edges of PyG's own kind, and from worker processes."""
 
-from __future__ import annotations
-
 import functools
 
 import batches

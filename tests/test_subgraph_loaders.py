@@ -1,7 +1,5 @@
 """Loaders of subgraphs yield what PyG's classes define, on any ranks, cut or not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import worlds
@@ -148,9 +146,8 @@ def test_what_is_kept_is_whole_or_not_there(tmp_path):
     for path in kept:
         text = path.read_bytes()
         path.write_bytes(text[: len(text) // 2])
-        with pytest.raises(
-            ValueError, match=f"{path.name}: cannot be read .*remove it"
-        ):
+        said = f"{path.name}: cannot be read .*remove it"
+        with pytest.raises(ValueError, match=said):
             make()
         path.write_bytes(text)
 

@@ -1,7 +1,5 @@
 """How often the host waits for the device within a layer that has run before: never."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Event streams: PyG's TGN trains on batches that are cut over ranks as on one process."""
 
-from __future__ import annotations
-
 import itertools
 import types
 
@@ -64,17 +62,6 @@ class Attention(torch.nn.Module):
         return self.conv(x, edge_index, torch.cat([rel_t_enc, msg], dim=-1))
 
 
-class Predictor(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin_src = torch.nn.Linear(DIM, DIM)
-        self.lin_dst = torch.nn.Linear(DIM, DIM)
-        self.lin_final = torch.nn.Linear(DIM, 1)
-
-    def forward(self, z_src, z_dst):
-        return self.lin_final((self.lin_src(z_src) + self.lin_dst(z_dst)).relu())
-
-
 def full(x):
     return whole(x).detach().clone()
 
@@ -93,7 +80,7 @@ def script(lib, kind, aggregator, events=EVENTS, batch_size=BATCH, cut=None):
     neighbor_loader = tgn.LastNeighborLoader(NODES, size=KEPT, device=here)
     message = Message() if kind == "learnt" else tgn.IdentityMessage(MSG, DIM, TIME)
     memory = lib.nn.TGNMemory(NODES, MSG, DIM, TIME, message, aggregator())
-    gnn, link_pred = Attention(lib, memory.time_enc), Predictor()
+    gnn, link_pred = Attention(lib, memory.time_enc), torch.nn.Bilinear(DIM, DIM, 1)
     modules = torch.nn.ModuleList([memory, gnn, link_pred]).double()
     parameters = list(modules.parameters())
     optimizer = torch.optim.Adam(parameters, lr=0.01)
@@ -182,9 +169,6 @@ SIZES = (58, 9), (500, 150)  # with more events, PyG's sorts are not stable
 def test_trains_as_one_process(size, kind, name, sizes, cut):
     wanted = script(PYG, kind, AGGREGATORS[name], *sizes)
     worlds.run(_on_ranks, size, kind, name, sizes, wanted, cut)
-
-
-# What it moves, and what it refuses -----------------------------------------------------
 
 
 @worlds.on(2)

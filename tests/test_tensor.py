@@ -1,7 +1,5 @@
 """DistTensor's rule: row by row is local, over nodes is global, the rest raises."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

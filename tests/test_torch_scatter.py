@@ -3,8 +3,6 @@
 Where torch_scatter is not installed its operators are stood in for, by their definition.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 

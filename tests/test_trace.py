@@ -1,7 +1,5 @@
 """A trace holds what the ledger counts, shows what overlaps, and opens in viewers."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

@@ -1,7 +1,5 @@
 """PyG's transforms, utilities, models and link prediction on a share: one process's numbers."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import pickle

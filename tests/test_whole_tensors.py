@@ -1,7 +1,5 @@
 """DistTensors read as whole tensors: each case equals plain torch on the whole graph."""
 
-from __future__ import annotations
-
 import copy
 
 import alike
@@ -12,7 +10,6 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import torch_geometric.utils as U
 import worlds
-from alike import assert_none, failures_of  # noqa: F401 - of other tests, too
 
 import pyg_distcomm.nn as nn
 

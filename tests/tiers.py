@@ -1,7 +1,5 @@
 """Which cases run by default, and which with `-m exhaustive` alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """What every rank would load first, loaded once, in the process that ranks are forked from."""
 
-from __future__ import annotations
-
 import gc
 from importlib import import_module
 

@@ -5,8 +5,6 @@ returned. A rank that fails brings home every rank's traceback, and its pool is 
 a hard deadline stops one that hangs. One rank runs in this process, with no group.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes
