@@ -368,7 +368,8 @@ class _MadeLayer(HaloExecution):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the class of a script by what it was made of."""
-        make, (kind, *given), *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        found: Any = super().__reduce_ex__(protocol)
+        make, (kind, *given), *state = found
         if _MadeLayer in kind.__bases__:
             make, kind = _remade, kind.__bases__[1]
         return make, (kind, *given), *state
@@ -450,7 +451,8 @@ def HaloConv(conv: Model, link: OwnLink = None) -> Model:
         ValueError: over a link that leaves out numbers, if the aggregation is not a sum or
             a mean.
     """
-    layer, name = conv, type(conv).__name__
+    layer: Any = conv
+    name, link = type(conv).__name__, check_link(link)
     if not isinstance(layer, pyg.MessagePassing):
         raise TypeError(f"HaloConv takes a MessagePassing layer of PyG, got {name}")
     if not isinstance(layer, LINKED):
@@ -459,9 +461,9 @@ def HaloConv(conv: Model, link: OwnLink = None) -> Model:
                 f"got a {name} with an attribute `link`, which would hide the LinkPolicy of "
                 "its rows; give it another name"
             )
-        found, layer.__class__ = layer.inspector, _made(type(layer))
+        found, layer.__class__ = layer.inspector, _made(layer.__class__)
         layer.inspector = found
-    layer.link = check_link(link)  # type: ignore[assignment]
+    layer.link = link
     return conv
 
 
