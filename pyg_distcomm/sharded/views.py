@@ -106,7 +106,7 @@ def _rows_of_view(x: DistTensor, size: list[int], d: int, done: int) -> Rows | N
         of, times = x.rows.derived.get("repeats", (None, 1))
         if of is not None and s == of.count and math.prod(size[d + 1 :]) % times == 0:
             return of  # type: ignore[no-any-return]
-    elif n > 1 and 0 < done < before and s * done == before * n:
+    elif n > 1 and 0 < done < before and not before % done and s * done == before * n:
         return joined([x.rows] * (before // done))  # as those of relations, stacked
     elif 0 < before < done:
         parts = x.rows.derived.get("parts", ())
