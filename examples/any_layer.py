@@ -27,7 +27,7 @@ class Transformer(torch.nn.Module):
 
 
 def by_hand(model):
-    """Converts layer by layer what `pdc.convert(model)` would convert at once."""
+    """Wraps layer by layer what `pdc.convert(model)` would wrap at once."""
     model.conv1, model.conv2 = HaloConv(model.conv1), HaloConv(model.conv2)
     return model
 

@@ -68,6 +68,7 @@ LISTED = {
         torch.nn.Module: _call_impl _wrapped_call_impl
         torch.ops.aten: _adaptive_avg_pool2d _conj _fft_c2c _fft_c2r _fft_r2c
             _index_put_impl_ _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
+            _scaled_dot_product_flash_attention_for_cpu
             _linalg_svd _local_scalar_dense _log_softmax _log_softmax_backward_data
             _native_batch_norm_legit _native_batch_norm_legit_functional _prelu_kernel
             _safe_softmax _softmax _softmax_backward_data _sparse_addmm

@@ -10,14 +10,12 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from layers import DEG, EdgeNorm, F, W, X, make, problem
+from layers import DEG, F, W, X, make, problem
 from test_layers import _in_doubles, parity, step
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
-from torch_geometric.data import HeteroData
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, EdgeCNN, GraphSAGE
 
 import pyg_distcomm as pdc
-from pyg_distcomm import nn
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -181,12 +179,12 @@ def test_what_becomes_what():
         BatchNorm1d(4),
         Linear(4, 4),
     )
-    kinds = "DistGCNConv DistSAGEConv DistGATConv BatchNorm1d Linear".split()
-    assert [type(m).__name__ for m in pdc.convert(model)] == kinds
+    kinds = [DistGCNConv, DistSAGEConv, HaloConv, BatchNorm1d, Linear]
+    assert [type(m) for m in pdc.convert(model)] == kinds
     told = r"convert takes a model, a torch\.nn\.Module, got int"
     with pytest.raises(TypeError, match=told):
         pdc.convert(3)
-    with pytest.raises(TypeError, match="HaloConv takes a MessagePassing layer"):
+    with pytest.raises(TypeError, match="HaloConv wraps a MessagePassing layer"):
         HaloConv(Linear(3, 3))
 
 
@@ -201,34 +199,42 @@ def test_a_shared_layer_stays_one():
 @pytest.mark.parametrize(
     "copying", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
 )
-def test_a_copy_has_the_same_class_and_shares_nothing(copying):
-    for layer in (pyg.GATConv(F, 3), pyg.GCNConv(F, 3), EdgeNorm()):
-        conv = HaloConv(layer)
-        assert conv is layer
-        twin = copying(conv)
-        assert type(twin) is type(conv)
-        assert list(twin.state_dict()) == list(conv.state_dict())
-        for name, p in twin.named_parameters():
-            assert p is not conv.get_parameter(name)
+def test_a_copy_shares_nothing_and_its_parameters_are_its_layers(copying):
+    conv = HaloConv(pyg.GATConv(F, 3))
+    twin = copying(conv)
+    assert twin.conv is not conv.conv
+    for name, p in twin.named_parameters():
+        assert p is twin.conv.get_parameter(name)
+        assert p is not conv.get_parameter(name)
 
 
-def test_to_hetero_copies_layers_of_models_for_each_relation():
-    data = HeteroData()
-    for kind, n in (("a", 5), ("b", 6)):
-        data[kind].x = torch.randn(n, 4)
-    ends = torch.arange(30).view(2, 15).remainder(5)
-    data["a", "r", "b"].edge_index, data["b", "q", "a"].edge_index = ends, ends.flip(0)
-    share = pdc.partition(data, pdc.init())
-    given = {"in_channels": (-1, -1), "hidden_channels": 8, "num_layers": 2}
-    for name, more in (("GAT", {"add_self_loops": False}), ("GraphSAGE", {})):
-        models = [getattr(kind, name)(**given, **more) for kind in (pyg, nn)]
-        plain, ours = (pyg.to_hetero(model, data.metadata()) for model in models)
-        want = plain(data.x_dict, data.edge_index_dict)
-        ours(data.x_dict, data.edge_index_dict)  # which initialises it
-        ours.load_state_dict(plain.state_dict())
-        found = ours(share.x_dict, share.edge_index_dict)
-        for kind, rows in want.items():
-            torch.testing.assert_close(found[kind].full_tensor(), rows)
+def test_halo_conv_is_its_layer_to_torch():
+    layer = pyg.GINConv(Sequential(Linear(F, 4), BatchNorm1d(4)), train_eps=True)
+    conv = HaloConv(layer)
+    assert list(conv.state_dict()) == list(layer.state_dict())
+    conv.double()
+    assert all(p.dtype == torch.float64 for p in layer.parameters())
+    assert layer.nn[1].running_mean.dtype == torch.float64
+    conv.eval()
+    assert not layer.training
+    assert not layer.nn[1].training
+    conv.train()
+    assert layer.training
+    conv.apply(lambda m: setattr(m, "seen", True))
+    assert layer.nn[0].seen
+    state = {k: torch.ones_like(v) for k, v in layer.state_dict().items()}
+    conv.load_state_dict(state)
+    assert all((p == 1).all() for p in layer.parameters())
+    conv.requires_grad_(False)
+    assert not any(p.requires_grad for p in layer.parameters())
+    conv.reset_parameters()
+    assert not (layer.nn[0].weight == 1).all()
+    assert conv.aggr == layer.aggr
+    assert repr(conv) == f"HaloConv({layer})"
+    conv.eps = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    assert layer.eps is conv.eps
+    conv.to(torch.float32)
+    assert layer.eps is conv.eps
 
 
 @pytest.mark.parametrize(

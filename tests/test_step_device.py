@@ -206,12 +206,6 @@ def as_cuda(monkeypatch):
     """Has products of CPU tensors run by the kernels of CUDA, in Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(registry, "device_type_of", lambda t: "cuda")
-    build = local_adjacency._build_on_device
-
-    def built(edge_index, sources, targets, checked=False):
-        return build(edge_index[0], edge_index[1], sources, targets, checked)
-
-    monkeypatch.setattr(GroupedEdges, "build", staticmethod(built))
 
 
 @tiers.parametrize(
@@ -228,18 +222,19 @@ def test_products_by_triton_equal_pygs(name, as_cuda):
     same(found, want, torch.device("cpu"))
 
 
-def test_edges_on_a_device_are_checked_before_products_read_them():
-    build = local_adjacency._build_on_device
+def test_edges_on_a_device_are_checked_before_products_read_them(monkeypatch):
+    monkeypatch.setattr(registry, "device_type_of", lambda t: "cuda")
+    build = GroupedEdges.build
     good = torch.tensor([[0, 4, 2], [1, 1, 3]])
-    form = build(*good, 5, 4, False)
+    form = build(good, 5, 4)
     assert form.order is None
     assert form.pattern.rowptr.tolist() == [0, 0, 2, 2, 3]
-    turned = build(*good.flip(1), 5, 4, False)
+    turned = build(good.flip(1), 5, 4)
     assert turned.order.tolist() == [1, 2, 0]
-    assert build(*good, 4, 4, False) is None
-    assert build(*good, 5, 3, False) is None
-    assert build(*good.neg(), 5, 4, False) is None
-    assert build(*good[:, :0], 0, 0, False).pattern.rowptr.tolist() == [0]
+    assert build(good, 4, 4) is None
+    assert build(good, 5, 3) is None
+    assert build(good.neg(), 5, 4) is None
+    assert build(good[:, :0], 0, 0).pattern.rowptr.tolist() == [0]
 
 
 def test_what_one_stream_made_another_does_not_use(monkeypatch):

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch_geometric import EdgeIndex
 
 from pyg_distcomm import kernels
+from pyg_distcomm.kernels import registry
 from pyg_distcomm.kernels.core_ops import note_span, offset_dtype
 from pyg_distcomm.ops.csr import Pattern
 from pyg_distcomm.process import PROCESS
@@ -81,7 +82,7 @@ class GroupedEdges:
         range, and perhaps not sorted.
         """
         source, target = edge_index[0], edge_index[1]
-        host, count = target.is_cpu, target.numel()
+        host, count = registry.device_type_of(target) == "cpu", target.numel()
         grouped = not count
         if count and (host or not checked):
             rises = (target[1:] >= target[:-1]).all().to(target.dtype)
@@ -316,6 +317,13 @@ class LocalAdjacency:
         self.stream: int | None = None  # of CUDA, on which all of this was made
         self._grouped: dict[tuple[int, int], GroupedEdges | None] = {}
 
+    @staticmethod
+    def of(edges: GroupedEdges) -> LocalAdjacency:
+        """Returns a LocalAdjacency with a known CSR form."""
+        found = LocalAdjacency(None)
+        found._grouped[edges.pattern.num_cols, edges.num_targets] = edges
+        return found
+
     def grouped(
         self, edge_index: Tensor, num_sources: int, num_targets: int
     ) -> GroupedEdges | None:
@@ -533,3 +541,10 @@ def _signature(edge_index: Any) -> Any:
         return None
     place = edge_index.data_ptr(), edge_index.size(1), edge_index.stride()
     return edge_index._version, place
+
+
+def first_edges(edge_index: Tensor, edges: Sequence[Any] | Tensor, count: int) -> Any:
+    """Returns the first `count` rows of values per edge; other values unchanged."""
+    if isinstance(edges, Tensor) and edges.dim() and len(edges) == edge_index.size(1):
+        return edges[:count]
+    return edges

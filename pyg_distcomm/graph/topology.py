@@ -737,9 +737,17 @@ class Topology:
         """Returns the same edges on another device, where plans are made again."""
         if device == self.device:
             return self
-        seen: Any = weakref.WeakKeyDictionary()
-        fresh: Any = {"constants": ProductCache(), "_plans": {}, "compared": seen}
-        return replace(self, device=device, **fresh)
+        return Topology(
+            self.source_gid,
+            self.target_gid,
+            self.nodes,
+            self.edges,
+            self.halo,
+            device,
+            self.sources,
+            self.ordering,
+            link=self.link,
+        )
 
 
 def _ends_on(device: torch.device, *numbering: Any) -> Tensor:

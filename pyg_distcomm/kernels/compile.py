@@ -23,7 +23,6 @@ import itertools
 import os
 import platform
 import stat
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +37,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 Array: TypeAlias = Any  # of one dimension, contiguous
@@ -68,8 +68,6 @@ def digest(*versions: str) -> str:
 
 # see [Note: the key of cached code]
 SOURCES = digest(platform.python_version(), numba.__version__, llvmlite.__version__)
-
-_compiling = threading.local()  # whether this thread compiles a loop
 
 # Loops --------------------------------------------------------------------------------
 
@@ -122,7 +120,7 @@ def _compile_in_thread(
     loop: Any, make: Callable[..., Any], signature: tuple[Any, ...]
 ) -> Any:
     """Compiles in a thread of its own; see [Note: compiled in its own thread]."""
-    if getattr(_compiling, "here", False):  # a loop that another one calls
+    if global_compiler_lock.is_locked():  # by this thread: another loop calls this one
         return make(signature)
     with ThreadPoolExecutor(1) as own:
         try:
@@ -133,14 +131,11 @@ def _compile_in_thread(
 
 
 def _compile(loop: Any, make: Callable[..., Any], signature: tuple[Any, ...]) -> Any:
-    folder, _compiling.here = cache_folder(loop), True
-    try:
-        if folder is not None and loop._cache.has(signature, loop.targetctx):
-            return make(signature)  # reads the cache, without waiting for the lock
-        with _cache_lock(folder):
-            return make(signature)
-    finally:
-        _compiling.here = False
+    folder = cache_folder(loop)
+    if folder is not None and loop._cache.has(signature, loop.targetctx):
+        return make(signature)  # reads the cache, without waiting for the lock
+    with _cache_lock(folder):
+        return make(signature)
 
 
 @contextlib.contextmanager

@@ -17,11 +17,11 @@ import torch_geometric.nn as _pyg
 
 from pyg_distcomm.nn import layers as _layers
 from pyg_distcomm.nn.embedding import DistEmbedding as DistEmbedding
+from pyg_distcomm.nn.halo_conv import HaloConv as HaloConv
 from pyg_distcomm.nn.halo_conv import HaloExecution as HaloExecution
 from pyg_distcomm.nn.layers import *  # noqa: F403
 from pyg_distcomm.nn.layers import DISTRIBUTED as _DISTRIBUTED
 from pyg_distcomm.nn.layers import Converted as _Converted
-from pyg_distcomm.nn.layers import HaloConv as HaloConv
 from pyg_distcomm.nn.layers import convert as convert
 from pyg_distcomm.nn.product_layers import DistGCN2Conv as DistGCN2Conv
 from pyg_distcomm.nn.product_layers import DistGCNConv as DistGCNConv

@@ -309,16 +309,20 @@ class NodeChunks:
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
+    def of(self, chunk: int) -> tuple[Tensor, Tensor, slice]:
+        """Returns the edges `[e_c]` of a chunk, its sources `[u_c]`, and its targets."""
+        begin, end = self._first[chunk], self._first[chunk + 1]
+        edge = self._order[begin:end].sort().values
+        source = torch.unique(self.ends[0, edge])
+        return edge, source, slice(self.bounds[chunk], self.bounds[chunk + 1])
+
     def run(self, chunk: int, tensors: list[Tensor], graded: list[bool]) -> Any:
         """Runs a chunk; returns its output, and the tensors that it was given.
 
         Some layers fail without edges: a chunk that has none gets one, between rows of its
         own, of which nothing is kept.
         """
-        begin, end = self._first[chunk : chunk + 2]
-        edge = self._order[begin:end].sort().values
-        source = torch.unique(self.ends[0, edge])
-        own = slice(*self.bounds[chunk : chunk + 2])
+        edge, source, own = self.of(chunk)
         whole, mesh, lone = self.nodes, self.mesh, not len(edge)
         gid = _padded(whole.gid[own], lone), _padded(self.edges.gid[edge.cpu()], lone)
         nodes = LocalRows.of(gid[0], whole.total, mesh)

@@ -91,24 +91,18 @@ class DistEmbedding(torch.nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sparse = sparse
         facts: dict[str, Any] = {"num_embeddings": num_embeddings}
         facts |= {"embedding_dim": embedding_dim, "sparse": sparse, "dtype": dtype}
-        rows = _agreed_rows(like, facts)
-        device = rows.mesh.device if device is None else device
-        local = torch.empty((len(rows), embedding_dim), device=device, dtype=dtype)
-        self._hold(rows, local, sparse)
-        self.reset_parameters()
-
-    def _hold(
-        self, rows: Rows, local: Tensor, sparse: bool, learns: bool = True
-    ) -> None:
-        """Initialises the module, of own rows."""
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = rows.count, local.size(1)
-        self.rows, self.sparse = rows, sparse
-        held = torch.nn.Parameter(local, requires_grad=learns)
-        self.register_parameter("weight", held)
+        self.rows = _agreed_rows(like, facts)
+        device = self.rows.mesh.device if device is None else device
+        shape = (len(self.rows), embedding_dim)
+        local = torch.empty(shape, device=device, dtype=dtype)
+        self.register_parameter("weight", torch.nn.Parameter(local))
         self._checked = id(self.shard)
+        self.reset_parameters()
 
     @classmethod
     def from_pretrained(
@@ -126,8 +120,15 @@ class DistEmbedding(torch.nn.Module):
                 "from_pretrained takes a row-sharded tensor of 2 dims, such as data.x of "
                 f"pdc.partition; got a {type(embeddings).__name__}"
             )
-        made, local = cls.__new__(cls), embeddings.to_local().detach().clone()
-        made._hold(embeddings.rows, local, sparse, learns=not freeze)
+        local = embeddings.to_local().detach()
+        made = cls.__new__(cls)
+        torch.nn.Module.__init__(made)
+        made.num_embeddings, made.embedding_dim = embeddings.rows.count, local.size(1)
+        made.sparse, made.rows = sparse, embeddings.rows
+        made.register_parameter(
+            "weight", torch.nn.Parameter(local.clone(), requires_grad=not freeze)
+        )
+        made._checked = id(made.shard)
         return made
 
     @property
@@ -281,31 +282,24 @@ def sharded_parameters(model: torch.nn.Module) -> dict[str, Rows]:
 
 def _agreed_rows(like: Any, facts: dict[str, Any]) -> Rows:
     """Returns this rank's rows, once all ranks agree on the table; collective."""
-    rows = None if isinstance(like, Mesh) else _rows_in(like)
-    mesh: Any = like if isinstance(like, Mesh) else getattr(rows, "mesh", None)
-    mesh = mesh or latest_mesh() or init()
-    total = facts["num_embeddings"]
-    with on_all_ranks(mesh.control):
-        for size in total, facts["embedding_dim"]:
+    if like is None:
+        like = latest_mesh() or init()
+    with on_all_ranks(_mesh_of(like).control):
+        for size in facts["num_embeddings"], facts["embedding_dim"]:
             if isinstance(size, bool) or not isinstance(size, int) or size < 0:
                 raise ValueError(
                     f"sizes must be whole numbers of at least 0, got {size!r}"
                 )
-        if like is None or like is mesh:
-            rows = Rows.blocks(total, mesh)
-        if rows is None:
-            raise TypeError(
-                "like says which rank holds which rows: a share of pdc.partition, its "
-                "edge_index, a row-sharded tensor of it, or a Mesh; got a "
-                f"{type(like).__name__}"
-            )
-        if not rows.whole or rows.total != total:
-            raise ValueError(
-                f"an embedding of {total} nodes needs as many rows, but `like` has "
-                f"{rows.count}; give num_embeddings=data.num_nodes and like=data"
-            )
-    check_alike(facts, mesh.control)
+        rows = _rows_of(like, facts["num_embeddings"])
+    check_alike(facts, rows.mesh.control)
     return rows
+
+
+def _mesh_of(like: Any) -> Mesh:
+    if isinstance(like, Mesh):
+        return like
+    rows = _rows_in(like)
+    return (latest_mesh() or init()) if rows is None else rows.mesh
 
 
 def _rows_in(like: Any) -> Rows | None:
@@ -327,6 +321,24 @@ def _rows_in(like: Any) -> Rows | None:
         if isinstance(edges, DistEdgeIndex) and like._key == store._key[0]:
             return edges.sources
     return None
+
+
+def _rows_of(like: Any, total: int) -> Rows:
+    if isinstance(like, Mesh):
+        return Rows.blocks(total, like)
+    rows = _rows_in(like)
+    if rows is None:
+        raise TypeError(
+            "like says which rank holds which rows: a share of pdc.partition, its "
+            "edge_index, a row-sharded tensor of it, or a Mesh; got a "
+            f"{type(like).__name__}"
+        )
+    if not rows.whole or rows.total != total:
+        raise ValueError(
+            f"an embedding of {total} nodes needs as many rows, but `like` has "
+            f"{rows.count}; give num_embeddings=data.num_nodes and like=data"
+        )
+    return rows
 
 
 def clip_grad_norm_(

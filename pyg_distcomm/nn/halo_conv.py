@@ -1,4 +1,4 @@
-"""Runs any PyG layer, unchanged, on a share: `HaloExecution`, to mix in.
+"""Runs any PyG layer, unchanged, on a share: `HaloConv`, and `HaloExecution` to mix in.
 
 On a share a layer is PyG's, op by op; see [Note: below autograd] in `sharded/dist_tensor.py`.
 Here its arguments are checked, its link takes the place of the exchange of source rows, sums
@@ -27,6 +27,7 @@ import torch_geometric.nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
+from torch_geometric.nn import MessagePassing
 
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.failure import needing, watch_of
@@ -44,6 +45,7 @@ from pyg_distcomm.nn.layer_context import (
     are_rows_of,
     check_arguments,
     check_flow,
+    check_link,
     has_hooks,
     is_changed,
     is_spread,
@@ -60,12 +62,12 @@ from pyg_distcomm.nn.local_products import (
 )
 from pyg_distcomm.nn.message_forms import (
     AGGREGATIONS,
+    MESSAGES,
     adds_rows,
     check_aggregations,
     computes_by_row,
     is_coded,
     layers_of,
-    propagated,
     with_attributes,
 )
 from pyg_distcomm.sharded.agreement import compare_weights
@@ -105,9 +107,12 @@ class BySum:
     def product(self, edge_index: Any, given: dict[str, Any]) -> Any:
         """Returns what computes a product; None if it is none of these edges; collective."""
         layer = self.layer
-        x, weight, known = propagated(layer, given)
+        name = MESSAGES[type(layer).message]
+        given = {key: value for key, value in given.items() if value is not None}
+        weight = None if name is None else given.get(name)
+        x = given.get("x")
         x = x[0] if isinstance(x, (tuple, list)) and len(x) else x
-        topology = planned(edge_index) if known else None
+        topology = None if set(given) - {"x", name} else planned(edge_index)
         if topology is None or layer.flow != "source_to_target":
             return None
         if not _fits(x, weight, topology) or topology.nodes.memory is not None:
@@ -141,11 +146,11 @@ class BySum:
         number = None if weight is None else key_of(weight)
         inputs = x, weight if number is None else None
         kind, again = ("sum", mean, x.dtype, number), "kept" in vars(x)
-        kept: Any = topology.constants.product(kind, inputs, multiply, cache_now=again)
-        if kept is None:
+        known: Any = topology.constants.product(kind, inputs, multiply, cache_now=again)
+        if known is None:
             return multiply
-        vars(kept)["kept"] = True
-        return lambda: kept
+        vars(known)["kept"] = True
+        return lambda: known
 
 
 def _is_constant(weight: DistTensor | None) -> bool:
@@ -426,6 +431,114 @@ class HaloExecution(Explained):
         """Runs the layer, with its hooks."""
         run: Any = super().__call__  # type: ignore[misc]
         return run_any(self, self.link, run, *args, **kwargs)
+
+
+class HaloConv(torch.nn.Module):
+    """Runs any PyG layer, unchanged, on a graph that is spread over ranks.
+
+    On a share the layer is PyG's, op by op, and runs without this wrapper, too. The wrapper
+    adds a link, products for sums of rows, and a memory cap. A layer known to read no more
+    than the two ends of its edges gets (own and ghost rows, own rows) of its input. Dropout
+    on edges is keyed by the edge, so that masks do not depend on the number of ranks.
+    Parameters, their names and the `state_dict` are those of the layer.
+
+    Args:
+        conv: a `MessagePassing` layer; it is shared, not copied.
+        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
+            It applies to the tensors that the layer passes to `propagate`, except those of
+            which attention logits are made, which are exact and synchronous; see
+            [Note: attention]. So are all tensors of a layer that caches propagated rows
+            (`SGConv(cached=True)`).
+
+    Layers that sum or average rows with weights that do not change (GINConv, GraphConv,
+    APPNP) are computed as products. On grids other than (P, 1, 1) they are where
+    `GridMatrix.price`, summed over ranks, is less; the rows of other layers, and of all
+    layers over a coded link, travel between all ranks as on (P, 1, 1), with a warning.
+
+    Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
+    Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward; of a
+    product `GridMatrix.price(F)`. The ghosts of an argument that does not change travel
+    twice over exact links: they are cached from the second use on, unless
+    `DistEdgeIndex.with_ordering` says otherwise.
+
+    Raises:
+        TypeError: if conv is not a MessagePassing layer.
+        ValueError: over a link that leaves out numbers, if the aggregation is not a sum or
+            a mean.
+    """
+
+    def __init__(self, conv: MessagePassing, link: OwnLink = None) -> None:
+        super().__init__()
+        if not isinstance(conv, MessagePassing):
+            raise TypeError(
+                f"HaloConv wraps a MessagePassing layer of PyG, got {type(conv).__name__}"
+            )
+        self.link = check_link(link)
+        self._wrapped = [conv]  # in a list, so that it is not registered as a submodule
+        self._share()
+
+    def _share(self) -> None:
+        """Shares parameters, buffers, submodules and the mode with the layer."""
+        conv = self.conv
+        self._parameters, self._buffers = conv._parameters, conv._buffers
+        self._modules = conv._modules
+        self._non_persistent_buffers_set = conv._non_persistent_buffers_set
+        self.training = conv.training
+
+    @property
+    def conv(self) -> MessagePassing:
+        """The wrapped layer."""
+        return self._wrapped[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer with its own arguments."""
+        self.conv.training = self.training
+        return run_any(self.conv, self.link, self.conv, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> HaloConv:
+        """Sets the mode of the layer and of its submodules."""
+        super().train(mode)
+        self.conv.training = mode
+        return self
+
+    def named_modules(
+        self,
+        memo: set[torch.nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yields the modules inside the layer, and the layer itself, which explainers mask."""
+        memo = set() if memo is None else memo
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        if remove_duplicate and self.conv not in memo:
+            memo.add(self.conv)
+            yield f"{prefix}.conv" if prefix else "conv", self.conv
+
+    def reset_parameters(self) -> None:
+        """Resets the layer's parameters."""
+        self.conv.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()  # a copy shares state with its copy of the layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_wrapped":
+                raise
+            return getattr(self.conv, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        if "_wrapped" in own and name not in own:  # the layer reads its own
+            setattr(self.conv, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return f"HaloConv({self.conv})"
 
 
 def one_hop(conv: Any, run: Callable[..., Any]) -> Callable[..., Any]:

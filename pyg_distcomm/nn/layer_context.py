@@ -8,11 +8,16 @@ import weakref
 from typing import Any, Literal, TypeAlias
 
 import torch
-import torch_geometric.nn as pyg
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.data.data import BaseData
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import (
+    MaxAggregation,
+    MeanAggregation,
+    MessagePassing,
+    SumAggregation,
+)
+from torch_geometric.nn.dense.linear import Linear
 
 from pyg_distcomm.comm.consistency import comparer_of
 from pyg_distcomm.comm.ledger import dense_words
@@ -172,55 +177,38 @@ def warn_about_grid(layer: Any, topology: Topology, why: str) -> None:
         warnings.warn(f"{text}; pdc.plan prices a model on every grid", stacklevel=2)
 
 
-# of PyG's classes, the linear maps without a bias, and those that may have one
-_LINEARS: dict[type, tuple[str, str]] = {
-    pyg.GATConv: ("lin lin_src lin_dst lin_edge", "res"),
-    pyg.GATv2Conv: ("lin_edge", "lin_l lin_r res"),
-    pyg.GCNConv: ("lin", ""),
-    pyg.GraphConv: ("lin_root", "lin_rel"),
-    pyg.SAGEConv: ("lin_r", "lin lin_l"),
-    pyg.TransformerConv: (
-        "lin_edge",
-        "lin_query lin_key lin_value lin_skip lin_beta",
-    ),
-}
-
-
-def linears_of(conv: MessagePassing, base: type) -> list[list[Any]]:
-    """Returns the linear maps of a layer, those without a bias and those that may have one."""
-    return [
-        [
-            lin
-            for name in names.split()
-            if (lin := getattr(conv, name, None)) is not None
-        ]
-        for names in _LINEARS.get(base, ("", ""))
-    ]
-
-
-def is_product(conv: MessagePassing, base: type) -> bool:
-    """Tells whether a layer computes what PyG's class defines.
+def is_product(
+    conv: MessagePassing, base: type, *linears: Any, biased: Any = ()
+) -> bool:
+    """Tells whether a layer computes the matrix product that PyG's class defines.
 
     It does not if a subclass, a hook or a replaced submodule changes the computation, nor
     under a transform of torch.func, which does not see what is below autograd.
+
+    Args:
+        conv: the layer.
+        base: PyG's class.
+        linears: its transformations of features without bias.
+        biased: transformations that may have one.
     """
     kind = type(conv)
     if any(getattr(kind, s) is not getattr(base, s) for s in STEPS[1:]):
         return False
-    if "propagate" in vars(conv) or not runs_as_pyg(conv):
+    if not vars(conv).keys().isdisjoint(STEPS) or not propagates_as_pyg(conv):
+        return False
+    if conv.explain or has_hooks(conv):  # explainers multiply messages by an edge mask
         return False
     if torch._C._are_functorch_transforms_active():
         return False
-    named = {"mean": pyg.MeanAggregation, "max": pyg.MaxAggregation}
-    if type(conv.aggr_module) is not named.get(str(conv.aggr), pyg.SumAggregation):
+    named = {"mean": MeanAggregation, "max": MaxAggregation}
+    if type(conv.aggr_module) is not named.get(str(conv.aggr), SumAggregation):
         return False
-    plain, biased = linears_of(conv, base)
-    if any(getattr(lin, "bias", None) is not None for lin in plain):
+    if any(getattr(lin, "bias", None) is not None for lin in linears):
         return False
     return all(
-        type(lin).forward in (pyg.Linear.forward, torch.nn.Linear.forward)
+        type(lin).forward in (Linear.forward, torch.nn.Linear.forward)
         and not is_changed(lin)
-        for lin in (*plain, *biased)
+        for lin in (*linears, *biased)
         if not is_lazy(lin._parameters.get("weight"))
     )
 
@@ -229,22 +217,6 @@ def dtype_of(lin: torch.nn.Module) -> torch.dtype | None:
     """Returns the type of the weight of a linear map, also of a computed one."""
     first = next(lin.parameters(), None)
     return None if first is None else first.dtype  # None of one that FSDP holds
-
-
-def runs_as_pyg(conv: MessagePassing) -> bool:
-    """Tells whether a layer's class, hooks and attributes leave the steps of `propagate` alone.
-
-    Not whether they are its base class's own, nor whether `propagate` has been replaced.
-    """
-    kind = type(conv)
-    return (
-        kind.aggregate is MessagePassing.aggregate
-        and kind.update is MessagePassing.update
-        and vars(conv).keys().isdisjoint(STEPS[1:])
-        and propagates_as_pyg(conv)
-        and not conv.explain  # explainers multiply messages by an edge mask
-        and not has_hooks(conv)
-    )
 
 
 def has_hooks(conv: MessagePassing) -> bool:
@@ -503,7 +475,7 @@ def check_arguments(layer: Any, args: Any, kwargs: Any) -> None:
         if plain and not torch.compiler.is_compiling():
             warn_whole_graph(layer, values)
         return
-    forward = layer.forward
+    forward = getattr(layer, "conv", layer).forward
     if args and topology_of(args[0]) is not None:
         names = list(inspect.signature(forward).parameters)
         if names[:1] == ["x"]:

@@ -12,7 +12,6 @@ relation here. On ordinary inputs they run PyG's code.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +29,7 @@ from pyg_distcomm.graph.topology import LocalGraph
 from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.halo import NAMES
 from pyg_distcomm.nn import trimming
-from pyg_distcomm.nn.halo_conv import HaloExecution
+from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.layer_context import (
     LayerContext,
     OwnLink,
@@ -39,12 +38,7 @@ from pyg_distcomm.nn.layer_context import (
     is_spread,
     warn_about_grid,
 )
-from pyg_distcomm.nn.product_layers import (
-    DistGCN2Conv,
-    DistGCNConv,
-    DistSAGEConv,
-    WithLink,
-)
+from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
 from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor, Placed
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -101,6 +95,24 @@ def _as_nodes(x: Any, name: str, nodes: Rows) -> DistTensor:
         f"{name} has one row for each node, as in the data of pdc.partition: wanted "
         f"{nodes.count} rows, got {got}"
     )
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    """Returns x, with gradients of zeros for the other tensors.
+
+    PyG's one propagate of all relations reaches what an output does not depend on, so that
+    an optimizer decays those weights too; None would leave them as they are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.shapes = [other.shape for other in others]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        zero = grad.new_zeros(())
+        return grad, *(zero.expand(shape) for shape in ctx.shapes)
 
 
 class _Relation:
@@ -192,10 +204,9 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             near = {key} | {source for source, _, target in scales if target == key}
             apart = [z.to_local() for source, z in kqv.items() if source not in near]
             apart += [scale for (*_, target), scale in scales.items() if target != key]
-            # PyG's one propagate of all relations reaches these, too, so that an optimizer
-            # decays their weights: gradients of zeros, not None
-            none = [z.reshape(-1)[:0] for z in apart if z.requires_grad]
-            local = local + torch.cat(none).sum() if none else local
+            local = _WithZeroGradients.apply(
+                local, *(z for z in apart if z.requires_grad)
+            )
             out[key] = DistTensor.from_local(local, rows)
         found = self.out_lin({key: F.gelu(z) for key, z in out.items()})
         for key, z in found.items():
@@ -354,7 +365,7 @@ class _Inspector(Inspector):
 
 
 class _MadeLayer(HaloExecution):
-    """Reads the source of a layer's class where PyG would read that of one made here."""
+    """Reads the source of PyG's class where PyG would read that of a class made here."""
 
     @property
     def inspector(self) -> Inspector:
@@ -366,33 +377,12 @@ class _MadeLayer(HaloExecution):
         found.__class__ = _Inspector
         vars(self)["inspector"] = found
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles the class of a script by what it was made of."""
-        found: Any = super().__reduce_ex__(protocol)
-        make, (kind, *given), *state = found
-        if _MadeLayer in kind.__bases__:
-            make, kind = _remade, kind.__bases__[1]
-        return make, (kind, *given), *state
-
-
-@functools.cache
-def _made(kind: type) -> type:
-    """Returns the class of a layer that runs on shares, made of its class elsewhere.
-
-    Its name differs, since PyG keeps the source of classes by their names.
-    """
-    return type(f"Dist{kind.__name__}", (_MadeLayer, kind), {"__module__": __name__})
-
-
-def _remade(kind: type) -> Any:
-    return object.__new__(_made(kind))
-
 
 GCN2Conv, GCNConv, SAGEConv = DistGCN2Conv, DistGCNConv, DistSAGEConv
 
 if not TYPE_CHECKING:  # type checkers know the classes above, and the rest as Any
     # A class of each layer, under its own name and under PyG's: those above, and one made of
-    # every other.
+    # every other. Its name differs, since PyG keeps the source of classes by their names.
     __all__ = [
         name
         for name, kind in vars(pyg).items()
@@ -402,7 +392,8 @@ if not TYPE_CHECKING:  # type checkers know the classes above, and the rest as A
     for _name in __all__:
         _ours = f"Dist{_name}"
         if _ours not in globals():
-            globals()[_ours] = _made(getattr(pyg, _name))
+            _bases = _MadeLayer, getattr(pyg, _name)
+            globals()[_ours] = type(_ours, _bases, {"__module__": __name__})
         globals()[_name] = globals()[_ours]
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -415,63 +406,14 @@ DISTRIBUTED: dict[type, type] = {
     pyg.HGTConv: DistHGTConv,
     pyg.SAGEConv: DistSAGEConv,
 }
-LINKED = WithLink, HaloExecution
-
-
-def HaloConv(conv: Model, link: OwnLink = None) -> Model:
-    """Makes any PyG layer run over a link, in place, on a graph that is spread over ranks.
-
-    On a share the layer is PyG's, op by op, and runs without this, too. This adds a link,
-    products for sums of rows, and a memory cap. A layer known to read no more than the two
-    ends of its edges gets (own and ghost rows, own rows) of its input. Dropout on edges is
-    keyed by the edge, so that masks do not depend on the number of ranks. Returns the layer,
-    whose class is one made of its own: parameters and `state_dict` stay as they are.
-
-    Args:
-        conv: a `MessagePassing` layer.
-        link: the `LinkPolicy` of its rows; "exact", or None for that of the edge_index.
-            It applies to the tensors that the layer passes to `propagate`, except those of
-            which attention logits are made, which are exact and synchronous; see
-            [Note: attention]. So are all tensors of a layer that caches propagated rows
-            (`SGConv(cached=True)`).
-
-    Layers that sum or average rows with weights that do not change (GINConv, GraphConv,
-    APPNP) are computed as products. On grids other than (P, 1, 1) they are where
-    `GridMatrix.price`, summed over ranks, is less; the rows of other layers, and of all
-    layers over a coded link, travel between all ranks as on (P, 1, 1), with a warning.
-
-    Shapes (this rank): x `[n_i, F_in]` DistTensor -> `[n_i, F_out]` DistTensor.
-    Price: `halo.price(F)` per exchanged tensor of width F, and its transpose backward; of a
-    product `GridMatrix.price(F)`. The ghosts of an argument that does not change travel
-    twice over exact links: they are cached from the second use on, unless
-    `DistEdgeIndex.with_ordering` says otherwise.
-
-    Raises:
-        TypeError: if conv is not a MessagePassing layer, or has another attribute `link`.
-        ValueError: over a link that leaves out numbers, if the aggregation is not a sum or
-            a mean.
-    """
-    layer: Any = conv
-    name, link = type(conv).__name__, check_link(link)
-    if not isinstance(layer, pyg.MessagePassing):
-        raise TypeError(f"HaloConv takes a MessagePassing layer of PyG, got {name}")
-    if not isinstance(layer, LINKED):
-        if hasattr(layer, "link"):
-            raise TypeError(
-                f"got a {name} with an attribute `link`, which would hide the LinkPolicy of "
-                "its rows; give it another name"
-            )
-        found, layer.__class__ = layer.inspector, _made(layer.__class__)
-        layer.inspector = found
-    layer.link = link
-    return conv
+LINKED = DistGCNConv, DistGCN2Conv, DistSAGEConv, HaloConv, HaloExecution
 
 
 def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
     GCNConv, GCN2Conv and SAGEConv become DistGCNConv, DistGCN2Conv and DistSAGEConv, and
-    every other `MessagePassing` layer is as `HaloConv` makes it. Norms, such as BatchNorm1d,
+    every other `MessagePassing` layer is wrapped in `HaloConv`. Norms, such as BatchNorm1d,
     are over the nodes of all ranks as they are. Names in `state_dict` do not change. Works
     on any module: PyG's `GCN`, `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a custom class, or a
     single layer (whose converted form is returned).
@@ -492,15 +434,16 @@ def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
                 * hasattr(model, "stores")
             )
         )
-    check_link(link)
-    for module in list(model.modules()):
-        _distribute(module)
-        if link is not None and isinstance(module, LINKED):
-            module.link = link
-    trimming.remove(model)
-    if trim and not isinstance(model, pyg.MessagePassing):
-        trimming.install(model)
-    return model
+    done: dict[int, torch.nn.Module] = {}
+    out = _convert(model, done)
+    if check_link(link) is not None:
+        for module in out.modules():
+            if isinstance(module, LINKED):
+                module.link = link
+    trimming.remove(out)
+    if trim and not isinstance(out, pyg.MessagePassing | HaloConv):
+        trimming.install(out)
+    return out  # type: ignore[return-value]
 
 
 class Converted:
@@ -508,14 +451,29 @@ class Converted:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for part in list(self.modules())[1:]:  # type: ignore[attr-defined]
-            _distribute(part)
+        _convert_parts(self, {id(self): self})
         trimming.install(self)  # type: ignore[arg-type]
 
 
-def _distribute(module: torch.nn.Module) -> None:
-    """Gives a layer of PyG, or of a script, the class that runs on shares."""
+def _convert(module: torch.nn.Module, done: dict[int, Any]) -> torch.nn.Module:
+    if id(module) in done:
+        return done[id(module)]
+    done[id(module)] = out = _distributed_layer(module)
+    done[id(out)] = out
+    _convert_parts(module, done)
+    return out
+
+
+def _convert_parts(module: Any, done: dict[int, Any]) -> None:
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            module._modules[name] = _convert(child, done)
+
+
+def _distributed_layer(module: torch.nn.Module) -> torch.nn.Module:
+    if isinstance(module, (*DISTRIBUTED.values(), HaloConv, HaloExecution)):
+        return module
     if type(module) in DISTRIBUTED:
         module.__class__ = DISTRIBUTED[type(module)]
-    elif isinstance(module, pyg.MessagePassing) and not isinstance(module, LINKED):
-        HaloConv(module)
+        return module
+    return HaloConv(module) if isinstance(module, pyg.MessagePassing) else module

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -119,6 +120,18 @@ def is_in_place(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 Leaf = TypeVar("Leaf")
+
+
+def size_from_shape(
+    name: str, shape: Sequence[int], like: Tensor, args: Any, kwargs: Any
+) -> Any:
+    """Implements shape, size, len, numel and nbytes for a given shape and dtype."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if name == "len" or (name == "size" and dim is not None):
+        return shape[dim or 0]
+    if name in ("shape", "size"):
+        return torch.Size(shape)
+    return math.prod(shape) * (like.element_size() if name == "nbytes" else 1)
 
 
 def version_of(x: Tensor) -> int:
@@ -320,11 +333,6 @@ def leading(value: Any) -> Any:
         return value.as_subclass(torch.Tensor)
 
 
-def total_of(t: Tensor) -> int:
-    """Returns the number of all rows of a tensor."""
-    return t.origin.total if isinstance(t, LeadingRows) else len(t)
-
-
 def whole(tree: Any, what: str) -> Any:
     """Returns arguments with all rows computed, since `what` reads more than leading ones."""
 
@@ -369,8 +377,7 @@ def _dispatch(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in SIZES and isinstance(args[0], LeadingRows):
         local = leading(args[0])
         shape = args[0].origin.total, *local.shape[1:]
-        like = torch.empty(shape, dtype=local.dtype, device="meta")
-        return func(like, *args[1:], **kwargs)
+        return size_from_shape(name, shape, local, args, kwargs)
     if name in ("getitem", "narrow", "index_select"):
         found = _pick_rows(name, args, kwargs)
         if found is not None:
@@ -380,7 +387,7 @@ def _dispatch(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         out = torch.empty(0, dtype=leading(turned).dtype).as_subclass(StackedRows)
         out.turned, out.every = turned, None
         return out
-    if _by_row(name, args, kwargs):
+    if _by_row(func, name, args, kwargs):
         found = _row_by_row(func, name, args, kwargs)
         if found is not None:
             return found
@@ -453,46 +460,47 @@ def _pick_rows(name: str, args: Any, kwargs: Any) -> Any:
     t = args[0] if args else None
     if not isinstance(t, LeadingRows):
         return None
-    local, total, limit = leading(t), t.origin.total, t.origin.limit
-    rest: Any = ()
+    local, limit = leading(t), t.origin.limit
     if name == "getitem":
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        head, rest = index[0] if index else ..., index[1:]
-        if head is ... or (isinstance(head, slice) and head == slice(None)):
-            plain = all(isinstance(i, (int, slice)) or i is ... for i in rest)
-            if not rest or not plain or (head is ... and len(rest) >= local.dim()):
+        head = index[0] if index else Ellipsis
+        if head is Ellipsis or (isinstance(head, slice) and head == slice(None)):
+            if len(index) < 2 or not all(
+                isinstance(i, (int, slice)) or i is Ellipsis for i in index[1:]
+            ):
                 return None
-            return _row_by_row(lambda s: s[index], "getitem", (t,), {})
-    elif kwargs or args[1] not in (0, -local.dim()):
-        return None
-    elif name == "index_select":
-        head = args[2]
+            rest = (slice(None) if head is not Ellipsis else head, *index[1:])
+            if head is Ellipsis and len(index) >= local.dim() + 1:
+                return None
+            return _row_by_row(lambda s: s[rest], "getitem", (t,), {})
+        if isinstance(head, slice) and head.step in (None, 1):
+            start, stop, _ = head.indices(t.origin.total)
+            return local[(slice(start, stop), *index[1:])] if stop <= limit else None
+        if type(head) is int:
+            return local[args[1]] if 0 <= head < limit else None
+        rows = head
     else:
-        start, count = args[2:]
-        inside = isinstance(start, int) and 0 <= start <= start + count <= limit
-        head = slice(start, start + count) if inside else None
-    if isinstance(head, slice) and head.step in (None, 1):
-        head = slice(*head.indices(total)[:2])
-        inside = head.stop <= limit
-    elif isinstance(head, Tensor) and not isinstance(head, LeadingRows):
-        inside = _reads_first(head, limit, total)
-        head = head[: len(local)] if head.dtype == torch.bool else head
-    else:
-        inside = type(head) is int and 0 <= head < limit
-    if not inside:
+        if kwargs or args[1] not in (0, -local.dim()):
+            return None
+        if name == "narrow":
+            start, count = args[2:]
+            inside = isinstance(start, int) and start >= 0 and start + count <= limit
+            return local.narrow(0, start, count) if inside else None
+        rows = args[2]
+    if not isinstance(rows, Tensor) or isinstance(rows, LeadingRows):
         return None
-    select = name == "index_select"
-    return local.index_select(0, head) if select else local[(head, *rest)]
-
-
-def _reads_first(rows: Tensor, limit: int, total: int) -> bool:
-    """Tells whether a mask or ids select none but the first rows."""
     if rows.dtype == torch.bool:
-        return rows.dim() == 1 and len(rows) == total and not bool(rows[limit:].any())
+        if rows.dim() != 1 or len(rows) != t.origin.total or bool(rows[limit:].any()):
+            return None
+        if name == "getitem" and isinstance(args[1], tuple):
+            return local[(rows[: len(local)], *args[1][1:])]
+        return local[rows[: len(local)]]
     if rows.dtype not in (torch.int64, torch.int32) or not rows.numel():
-        return False
+        return None
     low, high = (int(v) for v in rows.aminmax())
-    return low >= 0 and high < limit
+    if low < 0 or high >= limit:
+        return None
+    return local[args[1]] if name == "getitem" else local.index_select(0, rows)
 
 
 def _of_later_passes(found: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -504,38 +512,37 @@ def _of_later_passes(found: Any, name: str, args: Any, kwargs: Any) -> Any:
     return _pick_rows(name, (origin.again, *args[1:]), kwargs)
 
 
-def _argument(
-    args: Any, kwargs: Any, place: int, name: str, default: Any = None
-) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-def _by_row(name: str, args: Any, kwargs: Any) -> bool:
+def _by_row(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     """Tells whether an operation computes each row from the same row of its operands."""
     if "out" in kwargs or not args or (name == "where" and len(args) == 1):
         return False
-    at = _argument(args, kwargs, 1, "dim", 0)
+    first = args[0] if args else None
+    dim = leading(first).dim() if isinstance(first, LeadingRows) else None
     if name in _JOINS:
-        dims = {p.dim() for p in args[0] if isinstance(p, Tensor)}
+        parts = args[0]
+        at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        dims = {p.dim() for p in parts if isinstance(p, Tensor)}
         if not isinstance(at, int) or len(dims) != 1:
             return False
         return at % (max(dims) + (name == "stack")) != 0
-    two = name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
-    if name in ROWWISE or two:
-        return True
-    if not isinstance(args[0], LeadingRows):
-        return False
-    dim = leading(args[0]).dim()
     if name in _OF_WEIGHTS:
-        if leaves((args[1:], kwargs), LeadingRows):
+        others = [*args[1:], *kwargs.values()]
+        if dim is None or any(isinstance(v, LeadingRows) for v in others):
             return False
         if name == "layer_norm":
-            return len(_argument(args, kwargs, 1, "normalized_shape")) < dim
+            return len(args[1] if len(args) > 1 else kwargs["normalized_shape"]) < dim
         if name in ("matmul", "mm"):
             return dim == 2 and len(args) == 2 and args[1].dim() == 2
         return dim >= 2 or name == "embedding"
+    if name in ROWWISE:
+        return True
+    if name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor):
+        return True  # of two tensors
     if name == "batch_norm":
-        return not _argument(args, kwargs, 5, "training", False)
+        training = args[5] if len(args) > 5 else kwargs.get("training", False)
+        return dim is not None and not training
+    if dim is None:
+        return False
     if name in BY_DIM:
         if name in ("quantile", "nanquantile") and not isinstance(args[1], float):
             return False  # several, which come first
@@ -544,10 +551,12 @@ def _by_row(name: str, args: Any, kwargs: Any) -> bool:
         ints = at if isinstance(at, (tuple, list)) else [at]
         return all(isinstance(k, int) and k % dim for k in ints) and bool(ints)
     if name in ("unsqueeze", "squeeze"):
-        at = _argument(args, kwargs, 1, "dim")
-        return isinstance(at, int) and at % (dim + (name == "unsqueeze")) != 0
+        at = args[1] if len(args) > 1 else kwargs.get("dim")
+        dim += name == "unsqueeze"
+        return isinstance(at, int) and at % dim != 0
     if name == "flatten":
-        return _argument(args, kwargs, 1, "start_dim", 0) % dim != 0
+        at = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+        return at % dim != 0
     if name in ("view", "reshape"):
         shape = _shape_of(args)
         return bool(shape) and not kwargs and all(isinstance(k, int) for k in shape)
@@ -558,7 +567,7 @@ def _stacks_before_rows(args: Any, kwargs: Any) -> bool:
     """Tells whether tensors with equal numbers of rows are stacked in a new first dim."""
     if set(kwargs) - {"dim"} or not args or len(args) > 2:
         return False
-    at = _argument(args, kwargs, 1, "dim", 0)
+    at = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     shapes = {p.shape for p in args[0] if isinstance(p, Tensor)}
     return len(shapes) == 1 and at in (0, -len(shapes.pop()) - 1)
 

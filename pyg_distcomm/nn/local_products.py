@@ -3,9 +3,9 @@
 Edges are known if a sampler of this package has drawn them, or from the second use of an
 edge_index on; see [Note: what a tensor carries] in `graph.local_adjacency`. PyG's layer then
 runs unchanged except for its edges: `propagate` of a layer whose messages are rows, weighted
-rows or rows with attention is an SpMM. Layers of `_KERNELS` are run as a whole, which also
-fuses means, normalisation and bias. Other layers, and layers with hooks or overridden methods,
-under autocast, torch.compile or functorch, run PyG's code.
+rows or rows with attention is an SpMM. `run_sage` and `run_gcn` also fuse the mean, the
+normalisation and the bias. Other layers, and layers with hooks or overridden methods, under
+autocast, torch.compile or functorch, run PyG's code.
 
 Layers of attention:
 
@@ -28,10 +28,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import threading
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
+from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.edge_products import (
     aggregate,
     dots,
@@ -63,6 +64,7 @@ from pyg_distcomm.graph.local_adjacency import (
     GroupedEdges,
     LocalAdjacency,
     adjacency_of,
+    first_edges,
     has_products,
     known,
     looped_edges,
@@ -71,19 +73,15 @@ from pyg_distcomm.graph.local_adjacency import (
 )
 from pyg_distcomm.nn import trimming
 from pyg_distcomm.nn.layer_context import (
+    STEPS,
     dtype_of,
+    has_hooks,
     is_changed,
     is_product,
-    linears_of,
-    runs_as_pyg,
+    propagates_as_pyg,
 )
-from pyg_distcomm.nn.leading_rows import leading, total_of, whole
-from pyg_distcomm.nn.message_forms import (
-    AGGREGATIONS,
-    MESSAGES,
-    computes_by_row,
-    propagated,
-)
+from pyg_distcomm.nn.leading_rows import leading, whole
+from pyg_distcomm.nn.message_forms import AGGREGATIONS, MESSAGES, computes_by_row
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 _FLOATS = (torch.float32, torch.float64)
@@ -114,185 +112,168 @@ def _is_plain(t: Any) -> bool:
     )
 
 
-@dataclass(frozen=True)
+# the layer that runs by products in a thread, and the CSR forms of its edges
+_visit: ContextVar[Any] = ContextVar("the layer by products", default=(None, None))
+_CHANGING = threading.Lock()
+
+
 class _Propagate:
-    """Propagates a layer by products of a known form, and as PyG does elsewhere.
+    """Stands in for `propagate` of a layer while it runs by products in some thread."""
 
-    Args:
-        conv: the layer.
-        kept: edges that it has multiplied by in this call, by identity.
-    """
-
-    conv: Any
-    kept: dict[int, tuple[Tensor, LocalAdjacency]]
+    def __init__(self, conv: MessagePassing) -> None:
+        self.conv, self.original, self.running = conv, conv.propagate, 0
 
     def __call__(self, edge_index: Any, size: Any = None, **given: Any) -> Any:
-        found = self._product(edge_index, size, given)
+        conv, kept = _visit.get()
+        found = None
+        if conv is self.conv:
+            found = _product(conv, kept, edge_index, size, given)
         if found is not None:
             return found
-        return type(self.conv).propagate(self.conv, edge_index, size=size, **given)
-
-    def _product(self, edge_index: Any, size: Any, given: dict[str, Any]) -> Any:
-        """Returns the result by a product; None if its form is not known.
-
-        None, too, for edges that a layer makes in each call on a device, which would be
-        asked each time.
-        """
-        x, value, known = propagated(self.conv, given)
-        source, _ = _pair(x)
-        kind = AGGREGATIONS.get(type(self.conv.aggr_module))
-        wanted = 3 if MESSAGES.get(type(self.conv).message) == "alpha" else 2
-        if not known or kind is None or type(edge_index) is not Tensor:
-            return None
-        if not usable(source, value) or source.dim() != wanted:
-            return None
-        shape = _sizes(x, size)
-        if shape is None:
-            return None
-        if value is not None:
-            value = value if wanted == 3 else value.flatten()
-            fits = value.dtype == source.dtype and len(value) == edge_index.size(1)
-            if not fits or kind == "max":
-                return None
-        if id(edge_index) not in self.kept:
-            if not edge_index.is_cpu:
-                return None
-            found = adjacency_of(edge_index) or LocalAdjacency(None)
-            self.kept[id(edge_index)] = edge_index, found
-        edges = self.kept[id(edge_index)][1].grouped(edge_index, *shape)
-        if edges is None:
-            return None
-        value = None if value is None else edges.in_order(value)
-        return aggregate(kind, edges, value, source)
+        return self.original(edge_index, size=size, **given)
 
 
-def _pair(x: Any) -> Any:
-    """Returns the rows of sources and of targets."""
-    return x if isinstance(x, (tuple, list)) else (x, x)
+def _product(
+    conv: Any, kept: Any, edge_index: Any, size: Any, given: dict[str, Any]
+) -> Any:
+    """Returns the result of propagate by a product; None if its form is not known.
 
-
-def _sizes(x: Any, size: Any) -> Any:
-    """Returns the numbers of sources and targets; None if they are not as `size` says."""
-    source, target = _pair(x)
+    None, too, for edges that a layer makes in each call on a device, which would be asked
+    each time.
+    """
+    name = MESSAGES.get(type(conv).message, "")
+    given = {key: value for key, value in given.items() if value is not None}
+    if type(edge_index) is not Tensor or set(given) - {"x", name} or name == "":
+        return None
+    kind = AGGREGATIONS.get(type(conv.aggr_module))
+    x, value = given.get("x"), None if name is None else given.get(name)
+    source, target = x if isinstance(x, tuple) else (x, x)
+    wanted = 3 if name == "alpha" else 2
+    if kind is None or not usable(source, value) or source.dim() != wanted:
+        return None
     if target is None and size is None:
         return None
-    found = total_of(source), size[1] if target is None else total_of(target)
-    return found if size is None or tuple(size) == found else None
+    shape = len(source), len(target) if target is not None else size[1]
+    if size is not None and tuple(size) != shape:
+        return None
+    if value is not None:
+        value = value if wanted == 3 else value.flatten()
+        fits = value.dtype == source.dtype and len(value) == edge_index.size(1)
+        if not fits or kind == "max":
+            return None
+    if id(edge_index) not in kept and not edge_index.is_cpu:
+        return None
+    if id(edge_index) not in kept:
+        found = adjacency_of(edge_index) or LocalAdjacency(None)
+        kept[id(edge_index)] = edge_index, found
+    edges = kept[id(edge_index)][1].grouped(edge_index, *shape)
+    if edges is None:
+        return None
+    value = None if value is None else edges.in_order(value)
+    return aggregate(kind, edges, value, source)
 
 
 @contextlib.contextmanager
 def _running(
     conv: MessagePassing, edge_index: Tensor, adjacency: LocalAdjacency
 ) -> Iterator[None]:
-    """Has a layer run by products in a block; another thread's call gives the same results."""
+    """Has a layer run by products in this thread, in a block; others run PyG's code."""
     own: dict[str, Any] = vars(conv)
-    own["propagate"] = _Propagate(conv, {id(edge_index): (edge_index, adjacency)})
+    with _CHANGING:
+        if "propagate" not in own:
+            own["propagate"] = _Propagate(conv)
+        own["propagate"].running += 1
+    before = _visit.set((conv, {id(edge_index): (edge_index, adjacency)}))
     try:
         yield
     finally:
-        own.pop("propagate", None)
+        _visit.reset(before)
+        with _CHANGING:
+            own["propagate"].running -= 1
+            if not own["propagate"].running:
+                del own["propagate"]
 
 
 def _runs_by_products(conv: MessagePassing) -> bool:
     """Tells whether a PyG layer has messages of a known form, or attends to neighbours."""
     kind, own = type(conv), vars(conv)
-    if conv.decomposed_layers > 1 or conv.flow != "source_to_target":
+    if conv.explain or conv.decomposed_layers > 1 or conv.flow != "source_to_target":
         return False
-    if not runs_as_pyg(conv) or "edge_updater" in own:
+    if has_hooks(conv) or not propagates_as_pyg(conv):
         return False
-    if not isinstance(own.get("propagate"), _Propagate | None):
+    if not isinstance(own.get("propagate", None), _Propagate | None):
         return False
-    return kind.message in MESSAGES or kind.message is pyg.TransformerConv.message
+    changed = not {*STEPS[1:], "edge_updater"}.isdisjoint(own)
+    changed = changed or kind.aggregate is not MessagePassing.aggregate
+    if changed or kind.update is not MessagePassing.update:
+        return False
+    return kind.message in MESSAGES or kind.forward in _PAIRED
 
 
 # Layers on ordinary tensors ----------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """A call of a layer, once its edges are known; computes it by a kernel, or by its steps.
-
-    Args:
-        conv, forward: the layer, and what runs it.
-        bound: its arguments.
-        adjacency, edge_index: its edges.
-        kernel: computes the layer as a whole; None if none does.
-    """
-
-    conv: Any
-    forward: Callable[..., Any]
-    bound: inspect.BoundArguments
-    adjacency: LocalAdjacency
-    edge_index: Tensor
-    kernel: Kernel | None
-
-    @cached_property
-    def sizes(self) -> tuple[int, int]:
-        """The numbers of sources and of targets of all edges."""
-        given = self.bound.arguments
-        return _sizes(given["x"], given.get("size"))  # type: ignore[no-any-return]
-
-    def __call__(self, source: Tensor, target: Any, rows: int | None) -> Any:
-        """Returns the output at the first `rows` targets; at all of them for None."""
-        if self.kernel is not None:
-            with parametrize.cached():  # PyG's code reads each weight once
-                found = self.kernel(self, source, target, rows)
-            if found is not None:
-                return found
-        assert rows is None
-        return self.by_steps({"x": source if target is source else (source, target)})
-
-    def by_steps(self, own: dict[str, Any]) -> Any:
-        """Runs the layer as PyG wrote it, except for products in place of `propagate`."""
-        given = self.bound.arguments | own
-        call = inspect.BoundArguments(self.bound.signature, given)  # type: ignore[arg-type]
-        with _running(self.conv, self.edge_index, self.adjacency):
-            return self.forward(*call.args, **call.kwargs)
-
-    def edges(self, count: int | None = None) -> GroupedEdges | None:
-        """Returns the CSR form of edges, into the first `count` targets if not None."""
-        found = self.adjacency.grouped(self.edge_index, *self.sizes)
-        return found if found is None or count is None else found.prefix(count)
-
-    def values(self, edges: GroupedEdges) -> Tensor | None:
-        """Returns the weights of edges in their order; None without."""
-        weight = self.bound.arguments.get("edge_weight")
-        return None if weight is None else edges.in_order(weight)
-
-
-# takes a call, sources, targets, and how many targets to compute; returns None for edges or
-# types of edges that it does not multiply by
-Kernel = Callable[[_Call, Tensor, Any, int | None], Tensor | None]
 
 
 def run_layer(
     conv: MessagePassing, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Runs `forward` of a layer on ordinary tensors, by products if its edges are known."""
-    name = type(conv).__name__.removeprefix("Dist")
     bound = _bind_arguments(conv, args, kwargs)
     given = {} if bound is None else bound.arguments
-    edge_index: Any = given.get("edge_index")
-    adjacency = kernel = None
+    edge_index, x = given.get("edge_index"), given.get("x")
+    adjacency = None
     if usable() and _runs_by_products(conv):
-        kernel = _kernel_of(conv, forward, given)
-        edge_index, adjacency = _edges_of(edge_index, given)
-    if bound is None or adjacency is None:
-        trimming.note_untrimmed(edge_index, name)
-        args, kwargs = whole((args, kwargs), name)
+        edge_index, adjacency = _edges_of(edge_index, x, given)
+    if adjacency is None:
+        trimming.note_untrimmed(given.get("edge_index"), type(conv).__name__)
+        args, kwargs = whole((args, kwargs), f"{type(conv).__name__}")
         return forward(*args, **kwargs)
+    assert bound is not None
+    assert edge_index is not None
     given["edge_index"] = edge_index
-    call = _Call(conv, forward, bound, adjacency, edge_index, kernel)
-    if _takes_first(call):
-        others = (value for key, value in given.items() if key != "x")
-        reads = *conv.parameters(), *conv.buffers(), *others
-        return trimming.call(adjacency, edge_index, given["x"], call, reads)
-    trimming.note_untrimmed(edge_index, name)
-    given.update(whole(given, name))
-    if kernel is None:
-        return call.by_steps({})
-    source, target = _pair(given["x"])
-    return call(source, target, None)
+
+    related = _adds_relations(conv, given, adjacency)
+    if related is not None:
+        return _add_relations(conv, related, *_pair(x))
+
+    def compute(source: Any, target: Any, rows: int | None) -> Any:
+        assert adjacency is not None
+        if attends:
+            kept = source, target, given.get("edge_attr"), rows
+            found = run_attention(conv, adjacency, edge_index, sizes, *kept)
+            if found is not None:
+                return found
+        own, known = dict(given), (edge_index, adjacency)
+        own["x"] = source if target is source else (source, target)
+        if rows is not None:
+            edges = _sampled_edges(adjacency, edge_index)
+            assert edges is not None
+            edges = edges.prefix(rows, len(source))
+            count = edges.pattern.nnz
+            known = edge_index[:, :count], LocalAdjacency.of(edges)
+            own |= {"x": (source, target[:rows]), "edge_index": known[0]}
+            for name in _EDGE_ARGUMENTS & own.keys():
+                own[name] = first_edges(edge_index, own[name], count)
+        call = inspect.BoundArguments(bound.signature, own)  # type: ignore[arg-type]
+        with _running(conv, *known):
+            return forward(*call.args, **call.kwargs)
+
+    trims = _may_be_trimmed(conv, given, adjacency)
+    ends = _pair(x)
+    # hooks are called by `forward`
+    attends = trims and not is_changed(conv) and is_attention(conv, given)
+    sizes = [len(t) for t in ends] if attends else []
+    if not isinstance(x, (Tensor, tuple)) or not trims:
+        trimming.refuse(adjacency, type(conv).__name__)
+        args, kwargs = whole((bound.args, bound.kwargs), type(conv).__name__)
+        with _running(conv, edge_index, adjacency):
+            return forward(*args, **kwargs)
+    others = [v for name, v in given.items() if name != "x"]
+    return trimming.call(adjacency, edge_index, x, compute, _read_by(conv, *others))
+
+
+def _pair(x: Any) -> Any:
+    """Returns the rows of sources and of targets."""
+    return x if isinstance(x, (tuple, list)) else (x, x)
 
 
 def is_relational(conv: Any) -> bool:
@@ -303,22 +284,28 @@ def is_relational(conv: Any) -> bool:
     return same and conv.node_dim == 0 and "weight" in conv._parameters
 
 
-def _edges_by_relation(call: _Call, source: Tensor) -> GroupedEdges | None:
+def _adds_relations(
+    conv: Any, given: dict[str, Any], adjacency: LocalAdjacency
+) -> GroupedEdges | None:
     """Returns the edges of an RGCNConv, with a row for each target and relation; kept.
 
-    None if an edge is of no relation of the layer, if most of these rows would be empty, or if
-    their CSR form would be made only once: in a minibatch, and for more types of the same
-    edges than `_TYPES`.
+    None if it is none, if an edge is of no relation of the layer, if most of these rows would
+    be empty, or if their CSR form would be made only once: in a minibatch, and for more types
+    of the same edges than `_TYPES`.
     """
-    conv, adjacency, edge_index = call.conv, call.adjacency, call.edge_index
-    kind: Any = call.bound.arguments.get("edge_type")
+    kind: Any = given.get("edge_type")
+    source, target = _pair(given.get("x"))
     if not isinstance(kind, Tensor) or kind.is_floating_point() or kind.dim() != 1:
         return None
-    # one of several weights for parts of a row
-    if adjacency.batch is not None or conv.num_blocks is not None:
+    if adjacency.batch is not None or not is_relational(conv):
         return None
-    fits = source.size(1) == conv.weight.size(1) and source.dtype == conv.weight.dtype
-    count, shape = conv.num_relations, call.sizes
+    if conv.num_blocks is not None:  # one of several weights for parts of a row
+        return None
+    edge_index = given["edge_index"]
+    fits = usable(source, target) and source.dim() == target.dim() == 2
+    same_width = fits and source.size(1) == conv.weight.size(1)
+    fits = same_width and source.dtype == conv.weight.dtype
+    count, shape = conv.num_relations, (len(source), len(target))
     if not fits or not count * shape[1] / 4 <= len(kind) == edge_index.size(1):
         return None
     key = "relations", count, *shape
@@ -335,14 +322,13 @@ def _edges_by_relation(call: _Call, source: Tensor) -> GroupedEdges | None:
     return known.get(stamp, (None,))[0]  # type: ignore[no-any-return]
 
 
-def _relations(call: _Call, source: Tensor, target: Tensor, _: Any) -> Tensor | None:
+def _add_relations(
+    conv: Any, edges: GroupedEdges, source: Tensor, target: Tensor
+) -> Tensor:
     """Runs an RGCNConv: the sums of all relations are one product, which one matrix weighs.
 
     Shapes: source [n_s, F], target [n, F]; returns [n, F_out].
     """
-    conv, edges = call.conv, _edges_by_relation(call, source)
-    if edges is None:
-        return None
     weight = conv.weight
     if conv.num_bases is not None:
         weight = conv.comp @ weight.flatten(1)
@@ -361,25 +347,33 @@ def attends_by_kernels(
 ) -> bool:
     """Tells whether `run_layer` runs a layer of attention by the kernels, on such rows."""
     given = {"x": (source, target), "edge_attr": attr}
-    return _runs_by_products(conv) and _kernel_of(conv, None, given) is not None
+    return _runs_by_products(conv) and is_attention(conv, given)
 
 
-def _takes_first(call: _Call) -> bool:
-    """Tells whether a layer can compute only the first targets."""
-    if call.kernel is not _gin or call.adjacency.batch is None:
-        return call.kernel not in (None, _relations)
-    parts = (part for part in call.conv.modules() if part is not call.conv)
-    return not any(map(is_changed, parts)) and computes_by_row(call.conv, draws=True)
+def _may_be_trimmed(
+    conv: MessagePassing, given: dict[str, Any], adjacency: LocalAdjacency
+) -> bool:
+    """Tells whether a layer can compute only the first targets of such arguments."""
+    if type(conv).forward not in _PAIRED or given.get("size") is not None:
+        return False
+    if given.get("return_attention_weights"):
+        return False
+    if adjacency.batch is None:
+        return True
+    edges = _sampled_edges(adjacency, given["edge_index"])
+    ordered = edges is not None and edges.order is None
+    hooked = any(is_changed(part) for part in conv.modules() if part is not conv)
+    return ordered and not hooked and computes_by_row(conv, draws=True)
 
 
 def _edges_of(
-    edge_index: Any, given: dict[str, Any]
+    edge_index: Any, x: Any, given: dict[str, Any]
 ) -> tuple[Any, LocalAdjacency | None]:
     """Returns the edge_index of a layer as a tensor, and its `LocalAdjacency`.
 
     An EdgeIndex stays one where the layer returns it, or where it is of other sizes.
     """
-    ends = _pair(given.get("x"))
+    ends = _pair(x)
     sizes = [len(t) if isinstance(t, Tensor) and t.dim() else None for t in ends]
     plain = plain_edges(edge_index, *sizes)
     returned = given.get("return_attention_weights") is not None
@@ -390,6 +384,21 @@ def _edges_of(
     return plain, adjacency_of(edge_index)
 
 
+def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
+    return [*conv.parameters(), *conv.buffers(), *others]
+
+
+_EDGE_ARGUMENTS = {"edge_weight", "edge_attr"}
+# layers of one hop that take a pair of features, and treat each target on its own
+_PAIRED = {
+    kind.forward
+    for kind in (
+        *(pyg.GATConv, pyg.GATv2Conv, pyg.GINConv, pyg.GraphConv),
+        pyg.TransformerConv,
+    )
+}
+
+
 def _bind_arguments(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
     try:
         return inspect.signature(conv.forward).bind(*args, **kwargs)
@@ -397,88 +406,139 @@ def _bind_arguments(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments
         return None
 
 
-# Kernels -----------------------------------------------------------------------------
+def _sampled_edges(
+    adjacency: LocalAdjacency, edge_index: Tensor
+) -> GroupedEdges | None:
+    """Returns the CSR form of the edges of a minibatch, with all its nodes."""
+    assert adjacency.batch is not None
+    sizes, (source, target) = adjacency.batch.sizes, adjacency.ends
+    return adjacency.grouped(edge_index, sizes[source], sizes[target])
+
+
+def run_sage(
+    conv: pyg.SAGEConv, forward: Callable[..., Any], x: Any, edge_index: Any, size: Any
+) -> Tensor:
+    """Runs PyG's SAGEConv on ordinary tensors, as products if its edges are known.
+
+        x'_i = W_1 aggr_{j in N(i)} x_j + b + W_2 x_i
+
+    Shapes: x [n, F_in] or a pair [n_s, F_s], [n_t, F_t]; edge_index [2, e]; returns
+    [n, F_out] or [n_t, F_out].
+    """
+    source, target = _pair(x)
+    fits = _fits(conv, pyg.SAGEConv, source, source if target is None else target)
+    given, adjacency = edge_index, None
+    if fits and (target is not None or size is not None):
+        edge_index, adjacency = _edges_of(given, x, {})
+    if adjacency is None:
+        trimming.note_untrimmed(given, "SAGEConv")
+
+    def compute(source: Tensor, target: Tensor | None, rows: int | None) -> Tensor:
+        pair = (source, target) if isinstance(x, (tuple, list)) else source
+        if adjacency is None:
+            return forward(pair, given, size)
+        if rows is None:
+            count = size[1] if target is None else len(target)
+            if size is not None and tuple(size) != (len(source), count):
+                return forward(pair, given, size)
+            edges = adjacency.grouped(edge_index, len(source), count)
+        else:
+            edges = _sampled_edges(adjacency, edge_index)
+            edges = None if edges is None else edges.prefix(rows)
+        if edges is None:
+            return forward(pair, given, size)
+        root = target if isinstance(x, (tuple, list)) else source  # one gradient
+        with parametrize.cached():  # PyG's code reads each weight once
+            return _sage(conv, edges, source, root)
+
+    reads = _read_by(conv, edge_index)
+    return trimming.call(adjacency, edge_index, x, compute, reads)
 
 
 def _sage(
-    call: _Call, source: Tensor, root: Tensor | None, count: int | None
-) -> Tensor | None:
-    """Runs PyG's SAGEConv or GraphConv.
-
-        x'_i = W_1 aggr_{j in N(i)} w_ij x_j + b + W_2 x_i
-
-    Shapes: source [n_s, F_s], root [>= m, F_t] or None; returns [m, F_out].
-    """
-    conv, edges = call.conv, call.edges(count)
-    if edges is None:
-        return None
-    if isinstance(conv, pyg.GraphConv):
-        lin, own = conv.lin_rel, conv.lin_root
+    conv: pyg.SAGEConv, edges: GroupedEdges, source: Tensor, root: Tensor | None
+) -> Tensor:
+    if conv.project and hasattr(conv, "lin"):
+        source = conv.lin(source).relu()
+    kind = AGGREGATIONS[type(conv.aggr_module)]
+    own = conv.lin_r.weight if conv.root_weight and root is not None else None
+    if kind == "max":
+        out = conv.lin_l(aggregate(kind, edges, None, source))
+        rows = len(out)
+        if root is not None and own is not None:
+            out = torch.addmm(out, root[:rows], own.t())
     else:
-        lin, own = conv.lin_l, conv.lin_r if conv.root_weight else None
-        if conv.project and hasattr(conv, "lin"):
-            source = conv.lin(source).relu()
-    kind, value = AGGREGATIONS[type(conv.aggr_module)], call.values(edges)
-    root = None if own is None else root
-    root_weight = None if own is None or root is None else own.weight
-    if kind == "max" or value is not None:
-        sums = aggregate(kind, edges, value, source)
-        root = None if root is None else root[: len(sums)]
-        out = linear(sums, lin.weight, lin.bias, root, root_weight)
-    else:
-        first = sums_first(edges, source, lin.weight)
-        weights = lin.weight, lin.bias, root_weight
+        first = sums_first(edges, source, conv.lin_l.weight)
+        weights = conv.lin_l.weight, conv.lin_l.bias, own
         out = multiply_linear(kind, edges, source, root, *weights, sums_first=first)
-    return F.normalize(out, p=2.0, dim=-1) if getattr(conv, "normalize", False) else out
+    return F.normalize(out, p=2.0, dim=-1) if conv.normalize else out
 
 
-def _gin(
-    call: _Call, source: Tensor, root: Tensor | None, count: int | None
-) -> Tensor | None:
-    """Runs PyG's GINConv.
-
-        x'_i = h((1 + eps) x_i + aggr_{j in N(i)} x_j)
-
-    Shapes: source [n_s, F], root [>= m, F] or None; returns [m, F_out].
-    """
-    conv, edges = call.conv, call.edges(count)
-    if edges is None:
-        return None
-    out = aggregate(AGGREGATIONS[type(conv.aggr_module)], edges, None, source)
-    out = out if root is None else out + (1 + conv.eps) * root[: len(out)]
-    return conv.nn(out)  # type: ignore[no-any-return]
-
-
-def _gcn(call: _Call, x: Tensor, _: Any, count: int | None) -> Tensor | None:
-    """Runs PyG's GCNConv.
+def run_gcn(
+    conv: pyg.GCNConv,
+    forward: Callable[..., Any],
+    x: Any,
+    edge_index: Any,
+    edge_weight: Any,
+) -> Tensor:
+    """Runs PyG's GCNConv on ordinary tensors, as a product if its edges are known.
 
         X' = A X W + b,   A = D^-1/2 (A + I) D^-1/2 of all edges given
 
-    Shapes: x [n, F_in]; returns [m, F_out].
+    Shapes: x [n, F_in], edge_index [2, e], edge_weight [e] or None; returns [n, F_out].
     """
-    conv, found = call.conv, _matrix(call, x.dtype)
-    if found is None:
-        return None
-    edges, value = found
-    if count is not None:
-        edges = edges.prefix(count)
-        value = None if value is None else value[: edges.pattern.nnz]
-    weight = conv.lin.weight
-    if sums_first(edges, x, weight):
-        return linear(multiply(edges, value, x), weight, conv.bias)
-    out = multiply(edges, value, linear(x, weight))
-    return out if conv.bias is None else out.add_(conv.bias)
+    fits = isinstance(x, Tensor) and _fits(conv, pyg.GCNConv, x)
+    fits = fits and conv.aggr in ("add", "sum") and usable(edge_weight)
+    if fits and edge_weight is not None:
+        fits = edge_weight.dim() == 1 and edge_weight.dtype == x.dtype
+    if not fits or conv.cached:
+        return run_layer(conv, forward, x, edge_index, edge_weight)
+    given = edge_index
+    edge_index, adjacency = _edges_of(given, x, {})
+
+    def compute(source: Tensor, _: Any, rows: int | None) -> Tensor:
+        n = len(source)
+        if rows is not None:
+            assert adjacency is not None
+            assert adjacency.batch is not None
+            n = adjacency.batch.sizes[adjacency.ends[1]]
+        found = None
+        if adjacency is not None:
+            found = _matrix(conv, adjacency, edge_index, edge_weight, n, source.dtype)
+        if found is None:
+            return forward(source, given, edge_weight)
+        edges, value = found
+        if rows is not None:
+            edges = edges.prefix(rows)
+            value = None if value is None else value[: edges.pattern.nnz]
+        weight = conv.lin.weight
+        if sums_first(edges, source, weight):
+            return linear(multiply(edges, value, source), weight, conv.bias)
+        out = multiply(edges, value, linear(source, weight))
+        return out if conv.bias is None else out.add_(conv.bias)
+
+    reads = _read_by(conv, edge_index, edge_weight)
+    return trimming.call(adjacency, edge_index, x, compute, reads)
 
 
 def _matrix(
-    call: _Call, dtype: torch.dtype
+    conv: pyg.GCNConv,
+    adjacency: LocalAdjacency,
+    edge_index: Tensor,
+    weight: Tensor | None,
+    n: int,
+    dtype: torch.dtype,
 ) -> tuple[GroupedEdges, Tensor | None] | None:
-    """Returns the edges of a GCNConv in CSR form, and their values; cached if possible."""
-    conv, adjacency, edge_index = call.conv, call.adjacency, call.edge_index
-    weight, n = call.bound.arguments.get("edge_weight"), call.sizes[1]
-    plain = call.edges()
-    if plain is None or not conv.normalize:
-        return None if plain is None else (plain, call.values(plain))
+    """Returns the edges of the layer in CSR form, and their values; cached if possible."""
+    if not conv.normalize:
+        edges = adjacency.grouped(edge_index, n, n)
+        if edges is None or weight is None:
+            return None if edges is None else (edges, None)
+        return (
+            (edges, edges.in_order(weight))
+            if len(weight) == edge_index.size(1)
+            else None
+        )
     key = "gcn", conv.improved, conv.add_self_loops, n, dtype
     keeps = weight is None or not (weight.requires_grad or weight.is_inference())
     stamp = None
@@ -488,6 +548,8 @@ def _matrix(
         kept, of, by, _ = adjacency.derived.get(key, (None, None, None, None))
         if kept is not None and by == stamp and (of is None or of() is weight):
             return kept
+    if adjacency.grouped(edge_index, n, n) is None:
+        return None
     with outside_inference_mode():
         looped, value = gcn_norm(
             edge_index, weight, n, conv.improved, conv.add_self_loops, conv.flow, dtype
@@ -502,45 +564,41 @@ def _matrix(
     return found
 
 
-def _kernel_of(conv: Any, forward: Any, given: dict[str, Any]) -> Kernel | None:
-    """Returns what computes a layer as a whole.
-
-    None unless it is PyG's own, and fits the rows and the values of edges that it is given.
-    """
-    kind, ends = _kind(conv, forward), _pair(given.get("x"))
-    if kind is None or len(ends) != 2 or ends[0] is None:
-        return None
-    rows = [leading(t) for t in ends if t is not None]
-    weight, attr = given.get("edge_weight"), given.get("edge_attr")
+def _fits(conv: Any, kind: type, *given: Any) -> bool:
+    """Tells whether a layer is PyG's own of a kind, and the rows given fit the kernels."""
+    rows = [leading(t) for t in given]
     fits = all(isinstance(t, Tensor) and t.dim() == 2 for t in rows)
-    if not fits or not usable(*rows, weight, attr):
-        return None
-    heads = kind in _SCORES
-    if conv.node_dim != (0 if heads or kind is pyg.RGCNConv else -2):
-        return None
-    if _sizes(ends, given.get("size")) is None or any(map(is_lazy, conv.parameters())):
-        return None
-    if weight is not None and not _weighs(conv, weight, given["edge_index"], rows[0]):
-        return None
-    if kind is pyg.GCNConv:
-        fits = conv.aggr in ("add", "sum") and not conv.cached
-        fits = fits and isinstance(given["x"], Tensor)
-    elif kind is pyg.RGCNConv:
-        fits = len(rows) == 2 and "weight" in conv._parameters
-    elif heads:
-        dtype = dtype_of(next(lin for each in linears_of(conv, kind) for lin in each))
-        fits = _reads_attributes(conv, kind, attr) and len(rows) == 2
-        fits = fits and all(t.dtype == dtype for t in (*rows, attr) if t is not None)
-        fits = fits and given.get("return_attention_weights") is None
-    fits = fits and is_product(conv, kind)
-    return _KERNELS[kind] if fits else None
+    if not fits or not usable(*rows):
+        return False
+    if conv.decomposed_layers > 1 or conv.flow != "source_to_target":
+        return False
+    if conv.node_dim != (0 if kind in _SCORES else -2):
+        return False
+    if any(map(is_lazy, conv.parameters())):
+        return False
+    plain, biased = _linears(conv, kind)
+    return is_product(conv, kind, *plain, biased=biased)
 
 
-def _weighs(conv: Any, weight: Tensor, edge_index: Any, x: Tensor) -> bool:
-    """Tells whether there is a weight for each edge, of the kind of the rows."""
-    known = isinstance(edge_index, Tensor) and edge_index.layout == torch.strided
-    fits = known and weight.shape == edge_index.shape[1:] and weight.dtype == x.dtype
-    return fits and type(conv.aggr_module) is not pyg.MaxAggregation
+# takes a layer, its edges, sources and targets, and what `_edge_terms` returns; returns
+# scores [e, H], and rows [n, H, C]
+Scores = Callable[
+    [Any, GroupedEdges, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
+]
+
+
+def is_attention(conv: Any, given: dict[str, Any]) -> bool:
+    """Tells whether a layer is PyG's own of a kind above, and its features fit the kernels."""
+    kind, attr = _kind(conv), given.get("edge_attr")
+    if kind is None or given.get("size") is not None:
+        return False
+    ends = _pair(given.get("x"))
+    if not _reads_attributes(conv, kind, attr) or not _fits(conv, kind, *ends):
+        return False
+    plain, biased = _linears(conv, kind)
+    rows = [*map(leading, ends), *(() if attr is None else (attr,))]
+    dtype = dtype_of((*plain, *biased)[0])
+    return usable(*rows) and all(t.dtype == dtype for t in rows)
 
 
 def _reads_attributes(conv: Any, kind: type, attr: Any) -> bool:
@@ -553,18 +611,33 @@ def _reads_attributes(conv: Any, kind: type, attr: Any) -> bool:
     if attr.dim() == 1 and kind is pyg.TransformerConv:
         return False
     # what a self-loop gets must be linear in the attributes
-    return not _adds_loops(conv) or conv.fill_value in _FILLS
+    return not getattr(conv, "add_self_loops", False) or conv.fill_value in _FILLS
 
 
-def _kind(conv: Any, forward: Any) -> type | None:
-    """Returns the class of PyG with a kernel whose `forward` is run, and no hook of it."""
-    run = getattr(forward, "__func__", None)
-    for kind in _KERNELS:
-        if run is kind.forward:
+def _kind(conv: Any) -> type | None:
+    """Returns the class of PyG whose `forward` a layer has, if it is one of those above."""
+    for kind in _SCORES:
+        if type(conv).forward is vars(kind)["forward"]:
             return kind
-        if type(conv).forward is kind.forward:
-            return None if is_changed(conv) else kind
     return None
+
+
+def _linears(conv: Any, kind: type) -> tuple[list[Any], list[Any]]:
+    """Returns the linear maps of a layer, those without a bias and those that may have one."""
+    if kind is pyg.TransformerConv:
+        biased = [conv.lin_query, conv.lin_key, conv.lin_value, conv.lin_skip]
+        plain, biased = [conv.lin_edge], [*biased, conv.lin_beta]
+    elif kind is pyg.GCNConv:
+        plain, biased = [conv.lin], []
+    elif kind is pyg.SAGEConv:
+        plain = [conv.lin_r] if conv.root_weight else []
+        biased = [conv.lin_l, *([conv.lin] if conv.project else [])]
+    elif kind is pyg.GATv2Conv:
+        plain, biased = [conv.lin_edge], [conv.lin_l, conv.lin_r, conv.res]
+    else:
+        plain, biased = [*_ends_of(conv), conv.lin_edge], [conv.res]
+    given = ([lin for lin in each if lin is not None] for each in (plain, biased))
+    return tuple(given)  # type: ignore[return-value]
 
 
 def _ends_of(conv: Any) -> tuple[Any, Any]:
@@ -573,47 +646,58 @@ def _ends_of(conv: Any) -> tuple[Any, Any]:
     return (conv.lin, conv.lin) if both else (conv.lin_src, conv.lin_dst)
 
 
-def _looped(call: _Call) -> GroupedEdges | None:
+def _edges_of_layer(
+    conv: Any,
+    adjacency: LocalAdjacency,
+    edge_index: Tensor,
+    num_sources: int,
+    num_targets: int,
+) -> GroupedEdges | None:
     """Returns the edges of a layer in CSR form, with its self-loops; built once."""
-    plain, kept = call.edges(), call.adjacency.derived
-    if plain is None or not _adds_loops(call.conv):
+    shape = num_sources, num_targets
+    plain = adjacency.grouped(edge_index, *shape)
+    if plain is None or not getattr(conv, "add_self_loops", False):
         return plain
-    key = "loops", *call.sizes
-    if key not in kept:
+    key = "loops", *shape
+    if key not in adjacency.derived:
         with outside_inference_mode():
-            looped, _ = remove_self_loops(call.edge_index)
-            looped, _ = add_self_loops(looped, num_nodes=min(call.sizes))
-            kept[key] = looped_edges(call.adjacency, looped, *call.sizes)
-    found: GroupedEdges | None = kept[key]
+            looped, _ = remove_self_loops(edge_index)
+            looped, _ = add_self_loops(looped, num_nodes=min(shape))
+            adjacency.derived[key] = looped_edges(adjacency, looped, *shape)
+    found: GroupedEdges | None = adjacency.derived[key]
     return found
 
 
-def _edge_terms(call: _Call, edges: GroupedEdges) -> Tensor | None:
-    """Returns attributes of the edges of `_looped`, in their order.
+def _edge_terms(
+    conv: Any,
+    adjacency: LocalAdjacency,
+    edges: GroupedEdges,
+    edge_index: Tensor,
+    attr: Tensor | None,
+) -> Tensor | None:
+    """Returns attributes of the edges of `_edges_of_layer`, in their order.
 
     Those of self-loops are as `fill_value` says. For a GATConv it returns the scores that
     they add, `[nnz, H]`.
     """
-    conv, kept, edge_index = call.conv, call.adjacency.derived, call.edge_index
-    attr = call.bound.arguments.get("edge_attr")
     if attr is None:
         return None
     attr = attr.unsqueeze(1) if attr.dim() == 1 else attr.flatten(1)
-    if isinstance(conv, pyg.GATConv):
+    if _kind(conv) is pyg.GATConv:
         attr = F.linear(attr, _folded(conv.lin_edge.weight, conv.att_edge))
-    if not _adds_loops(conv):
+    if not getattr(conv, "add_self_loops", False):
         return edges.in_order(attr)
     count = min(edges.pattern.shape)
     key = "kept", count
-    if key not in kept:
+    if key not in adjacency.derived:
         with outside_inference_mode():
-            stay = (edge_index[0] != edge_index[1]).nonzero().squeeze(1)
-            into = edge_index[1].index_select(0, stay)
+            kept = (edge_index[0] != edge_index[1]).nonzero().squeeze(1)
+            into = edge_index[1].index_select(0, kept)
             degree = torch.bincount(into, minlength=count).clamp(min=1).unsqueeze(1)
-            kept[key] = stay, into, degree
-    stay, into, degree = kept[key]
-    if len(stay) < len(attr):
-        attr = attr.index_select(0, stay)
+            adjacency.derived[key] = kept, into, degree
+    kept, into, degree = adjacency.derived[key]
+    if len(kept) < len(attr):
+        attr = attr.index_select(0, kept)
     loops = sums_at(attr, into, count)
     loops = loops / degree.to(loops.dtype) if conv.fill_value == "mean" else loops
     return edges.in_order(torch.cat([attr, loops]))
@@ -623,7 +707,7 @@ def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
     """Keeps the rows of the edges of a share, and of a layer's self-loops, with own edges."""
     adjacency = known(ends)
     assert adjacency is not None
-    loops = _adds_loops(conv)
+    loops = bool(getattr(conv, "add_self_loops", False))
     if ("rows", loops) not in adjacency.derived:
         if loops:
             nodes = edge_index.topology.nodes.count
@@ -632,29 +716,45 @@ def note_rows(conv: Any, ends: Tensor, edge_index: Any) -> None:
         adjacency.derived["rows", loops] = edge_index.rows
 
 
-def _attention(
-    call: _Call, source: Tensor, target: Tensor, count: int | None
+def run_attention(
+    conv: Any,
+    adjacency: LocalAdjacency,
+    edge_index: Tensor,
+    sizes: Sequence[int],
+    source: Tensor,
+    target: Tensor,
+    attr: Tensor | None,
+    count: int | None,
 ) -> Tensor | None:
-    """Runs a layer of attention.
+    """Runs the layer, for the first `count` rows of `target`; None if an id is out of range.
+
+    Args:
+        conv: the layer.
+        adjacency, edge_index: its edges.
+        sizes: the numbers of sources and of targets of all edges.
+        source, target: rows of sources and targets.
+        attr: the attributes of all edges, or None.
+        count: how many rows to return; None for all.
 
     Shapes: source [n, F_s], target [>= m, F_t]; returns [m, H F_out] or [m, F_out].
     """
-    conv, every = call.conv, _looped(call)
+    every = _edges_of_layer(conv, adjacency, edge_index, *sizes)
     if every is None:
         return None
-    kind, terms = _kind(conv, call.forward), _edge_terms(call, every)
+    terms = _edge_terms(conv, adjacency, every, edge_index, attr)
+    edges = every if count is None else every.prefix(count)
+    kind = _kind(conv)
     assert kind is not None
-    count = every.num_targets if count is None else count
-    edges = every.prefix(count, len(source))
-    target = target[:count]
+    target = target[: edges.num_targets]
+    edges = edges.prefix(edges.num_targets, len(source))
     terms = None if terms is None else terms[: edges.pattern.nnz]
-    scores, rows = _SCORES[kind](conv, edges, source, target, terms)
+    with parametrize.cached():  # PyG's code reads each weight once
+        scores, rows = _SCORES[kind](conv, edges, source, target, terms)
     share = softmax_of(edges, scores)
     if conv.training and conv.dropout:
-        if edges is every:
-            share = _dropped(call, edges, share)
-        else:
-            share = F.dropout(share, conv.dropout)
+        loops = bool(getattr(conv, "add_self_loops", False))
+        rows_of_edges = adjacency.derived.get(("rows", loops))  # see `note_rows`
+        share = _dropped(edges, share, conv.dropout, rows_of_edges)
     out = multiply(edges, share, rows)
     if terms is not None and kind is pyg.TransformerConv:
         sums = multiply(edges.each, share, _for_heads(conv, terms))
@@ -752,37 +852,21 @@ def _skipped(conv: Any, out: Tensor, target: Tensor) -> Tensor:
     return beta * own + (1 - beta) * out
 
 
-def _dropped(call: _Call, edges: GroupedEdges, share: Tensor) -> Tensor:
-    """Applies dropout in the original order of all edges, as PyG draws it."""
-    conv = call.conv
+def _dropped(edges: GroupedEdges, share: Tensor, p: float, rows: Rows | None) -> Tensor:
+    """Applies dropout in the original order of the edges, as PyG draws it."""
     if edges.inverse is not None:
         share = share.index_select(0, edges.inverse)
-    rows = call.adjacency.derived.get(("rows", _adds_loops(conv)))  # see `note_rows`
     if rows is None:
-        share = F.dropout(share, conv.dropout)
+        share = F.dropout(share, p)
     else:
-        spread: Any = F.dropout(DistTensor.from_local(share, rows), conv.dropout)
+        spread: Any = F.dropout(DistTensor.from_local(share, rows), p)
         share = spread.to_local()
-    return edges.in_order(share)
-
-
-def _adds_loops(conv: Any) -> bool:
-    return bool(getattr(conv, "add_self_loops", False))
+    return share if edges.order is None else edges.in_order(share)
 
 
 _FILLS = ("mean", "add")  # of self-loops
-# of a layer, its edges, sources, targets, and what `_edge_terms` returns: scores [e, H], and
-# rows [n, H, C]
-_SCORES: dict[Any, Callable[..., tuple[Tensor, Tensor]]] = {
+_SCORES: dict[type, Scores] = {
     pyg.GATConv: _gat,
     pyg.GATv2Conv: _gatv2,
     pyg.TransformerConv: _transformer,
-}
-_KERNELS: dict[Any, Kernel] = {
-    pyg.GCNConv: _gcn,
-    pyg.GINConv: _gin,
-    pyg.GraphConv: _sage,
-    pyg.RGCNConv: _relations,
-    pyg.SAGEConv: _sage,
-    **dict.fromkeys(_SCORES, _attention),
 }

@@ -21,7 +21,7 @@ from torch_geometric.nn.aggr import Aggregation, MultiAggregation, SoftmaxAggreg
 
 from pyg_distcomm.halo.codec import nested
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn.layer_context import STEPS, runs_as_pyg
+from pyg_distcomm.nn.layer_context import STEPS, has_hooks, propagates_as_pyg
 
 AGGREGATIONS: dict[type, str] = {
     pyg.SumAggregation: "sum",
@@ -64,24 +64,17 @@ def adds_rows(conv: MessagePassing) -> bool:
     What it propagates is then a product with the graph's matrix. Not where a subclass or a
     hook changes what happens on the way.
     """
+    kind = type(conv)
     return (
-        MESSAGES.get(type(conv).message, "alpha") != "alpha"
+        MESSAGES.get(kind.message, "alpha") != "alpha"
         and AGGREGATIONS.get(type(conv.aggr_module), "max") != "max"
+        and kind.aggregate is MessagePassing.aggregate
+        and kind.update is MessagePassing.update
         and conv.node_dim in (-2, 0)
-        and "propagate" not in vars(conv)
-        and runs_as_pyg(conv)
+        and propagates_as_pyg(conv)
+        and not (has_hooks(conv) or conv.explain)
+        and not any(step in vars(conv) for step in STEPS)
     )
-
-
-def propagated(conv: Any, given: dict[str, Any]) -> tuple[Any, Any, bool]:
-    """Returns the rows and the weights of edges in what a layer gives to `propagate`.
-
-    And whether its messages have a known form, and it gives no more than these.
-    """
-    name = MESSAGES.get(type(conv).message, "")
-    more = [key for key, v in given.items() if v is not None and key not in ("x", name)]
-    weight = given.get(name) if name else None
-    return given.get("x"), weight, name != "" and not more
 
 
 def layers_of(conv: MessagePassing) -> list[MessagePassing]:

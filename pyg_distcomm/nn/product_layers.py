@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch_geometric.nn as pyg
+import torch_geometric.nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
@@ -34,6 +34,7 @@ from pyg_distcomm.nn.layer_context import (
     sharded_inputs,
     topology_of,
 )
+from pyg_distcomm.nn.local_products import run_gcn, run_sage
 from pyg_distcomm.nn.message_forms import AGGREGATIONS, with_attributes
 from pyg_distcomm.ops.grid_matrix import GridMatrix
 from pyg_distcomm.sharded.agreement import compare_weights
@@ -172,29 +173,34 @@ def _saving(topology: Topology) -> contextlib.AbstractContextManager[None]:
 
 
 def _edges_of_product(
-    conv: Any, base: type, edge_index: Any, given: Any, weight: Any = None
-) -> tuple[Topology, Any] | None:
-    """Returns the edges of a layer that is a product with their matrix, and their weights.
+    conv: Any, base: type, edge_index: Any, given: Any, *linears: Any, biased: Any = ()
+) -> Topology | None:
+    """Returns the edges of a layer that is a product with their matrix; None if it is none.
 
-    None if it is none. Of the features that it is given some may be None; see `is_product`
-    for the rest.
+    Of the features that it is given some may be None; see `is_product` for the rest.
     """
     topology = topology_of(edge_index)
-    check_edges("edge_weight", weight, topology)
     if topology is None or topology.sources is not None:
         return None
-    weight = edge_index.weight if weight is None else weight
     rows = [x for x in given if x is not None]
     fits = all(are_rows_of(x, topology) and x.is_floating_point() for x in rows)
     fits = fits and conv.flow == "source_to_target"
     fits = fits and not (getattr(conv, "add_self_loops", False) and edge_index.looped)
-    if weight is not None:
-        known = type(weight) is DistTensor and weight.rows is topology.edges
-        fits = fits and known and weight.dim() == 1
-    return (topology, weight) if fits and is_product(conv, base) else None
+    return (
+        topology if fits and is_product(conv, base, *linears, biased=biased) else None
+    )
 
 
-class DistGCNConv(WithLink, pyg.GCNConv):
+def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:
+    """Returns the weights of edges, and whether a product can have them."""
+    weight = edge_index.weight if weight is None else weight
+    if weight is None:
+        return True, None
+    known = type(weight) is DistTensor and weight.rows is topology.edges
+    return known and weight.dim() == 1, weight
+
+
+class DistGCNConv(WithLink, torch_geometric.nn.GCNConv):
     r"""Applies the graph convolution of [Kipf17] on a graph that is spread over ranks.
 
         X' = D^-1/2 (A + I) D^-1/2 X W + b
@@ -223,17 +229,21 @@ class DistGCNConv(WithLink, pyg.GCNConv):
         self, x: Any, edge_index: Any = None, edge_weight: Any = None
     ) -> Tensor:
         """Runs the layer."""
-        run = super().forward
-        if not is_spread(x, edge_index):
-            return run_any(self, self.link, run, x, edge_index, edge_weight)  # type: ignore[no-any-return]
-        # what a cached layer of PyG keeps of its first call
-        first = vars(self).get("first_edges", (edge_index, edge_weight))
-        product = self._planned(x, *first)
-        if product is None:
-            return run_on_share(self, self.link, run, x, *first)  # type: ignore[no-any-return]
-        matrix, rows = product.matrix, product.rows
-        with _saving(product.topology):
-            return product.finish(rows if matrix is None else matrix @ rows)
+        if is_spread(x, edge_index):
+            # what a cached layer of PyG keeps of its first call
+            first = vars(self).get("first_edges", (edge_index, edge_weight))
+            edge_index, edge_weight = first
+            product = self._planned(x, edge_index, edge_weight)
+            if product is None:
+                given = x, edge_index, edge_weight
+                return run_on_share(self, self.link, super().forward, *given)  # type: ignore[no-any-return]
+            matrix, rows = product.matrix, product.rows
+            with _saving(product.topology):
+                return product.finish(rows if matrix is None else matrix @ rows)
+        check_arguments(self, (x, edge_index, edge_weight), {})
+        if torch.compiler.is_compiling():
+            return super().forward(x, edge_index, edge_weight)
+        return run_gcn(self, super().forward, x, edge_index, edge_weight)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _planned(
@@ -242,16 +252,17 @@ class DistGCNConv(WithLink, pyg.GCNConv):
         """Returns the product that the layer is on a share, or None; collective."""
         check_arguments(self, (x, edge_index, edge_weight), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
-        given = edge_index, [x], edge_weight
-        found = _edges_of_product(self, pyg.GCNConv, *given)
-        if found is None or self._cached_edge_index is not None:
+        check_edges("edge_weight", edge_weight, topology_of(edge_index))
+        given = torch_geometric.nn.GCNConv, edge_index, [x], self.lin
+        topology = _edges_of_product(self, *given)
+        if topology is None or self._cached_edge_index is not None:
             return None
         if self.aggr not in ("add", "sum") or x.dtype != dtype_of(self.lin):
             return None
         if not self.normalize and torch.is_autocast_enabled(x.device.type):
             return None
-        topology, weight = found
-        if weight is not None and weight.dtype != x.dtype:
+        fits, weight = _weights_of(edge_index, edge_weight, topology)
+        if not fits or (weight is not None and weight.dtype != x.dtype):
             return None
         context = LayerContext(self, self.link, edge_index, weight)
         kind = OperatorKind()
@@ -268,7 +279,7 @@ class DistGCNConv(WithLink, pyg.GCNConv):
         self.__dict__.pop("first_edges", None)
 
 
-class DistGCN2Conv(WithLink, pyg.GCN2Conv):
+class DistGCN2Conv(WithLink, torch_geometric.nn.GCN2Conv):
     r"""Applies the layer of GCNII [Chen20] on a graph that is spread over ranks.
 
         X' = ((1 - a) P X + a X_0) ((1 - b) I + b W_1),   P = D^-1/2 (A + I) D^-1/2
@@ -315,20 +326,23 @@ class DistGCN2Conv(WithLink, pyg.GCN2Conv):
         self, x: Any, x_0: Any, edge_index: Any, edge_weight: Any
     ) -> GridMatrix | None:
         """Returns the matrix P, over the links of this call; None if it is another layer."""
-        given = edge_index, [x, x_0], edge_weight
-        found = _edges_of_product(self, pyg.GCN2Conv, *given)
-        if found is None or self.aggr not in ("add", "sum"):
+        check_edges("edge_weight", edge_weight, topology_of(edge_index))
+        given = torch_geometric.nn.GCN2Conv, edge_index, [x, x_0]
+        topology = _edges_of_product(self, *given)
+        if topology is None or self.aggr not in ("add", "sum"):
             return None
         if self.cached or not self.normalize:
             return None
-        topology, weight = found
+        fits, weight = _weights_of(edge_index, edge_weight, topology)
+        if not fits:
+            return None
         context = LayerContext(self, self.link, edge_index, weight)
         kind = OperatorKind("gcn", False, self.add_self_loops)
         edges = None if weight is None else weight.to_local()
         return topology.operator(kind, edges, x.dtype, context.exchange())
 
 
-class DistSAGEConv(WithLink, pyg.SAGEConv):
+class DistSAGEConv(WithLink, torch_geometric.nn.SAGEConv):
     r"""Applies the GraphSAGE layer of [Hamilton17] on a graph that is spread over ranks.
 
         x'_i = W_1 x_i + W_2 mean_{j in N(i)} x_j
@@ -354,18 +368,21 @@ class DistSAGEConv(WithLink, pyg.SAGEConv):
 
     def forward(self, x: Any, edge_index: Any = None, size: Any = None) -> Tensor:
         """Runs the layer."""
-        run = super().forward
-        if not is_spread(x, edge_index):
-            return run_any(self, self.link, run, x, edge_index, size)  # type: ignore[no-any-return]
-        product = self._planned(x, edge_index, size)
-        if product is None:
-            if size is None and type(self.aggr_module) in AGGREGATIONS:
-                run = one_hop(self, run)
-            return run_on_share(self, self.link, run, x, edge_index, size)  # type: ignore[no-any-return]
-        matrix, rows = product.matrix, product.rows
-        with _saving(product.topology):
-            out = product.finish(rows if matrix is None else matrix @ rows)
-        return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        if is_spread(x, edge_index):
+            product = self._planned(x, edge_index, size)
+            if product is None:
+                run, given = super().forward, (x, edge_index, size)
+                if size is None and type(self.aggr_module) in AGGREGATIONS:
+                    run = one_hop(self, run)
+                return run_on_share(self, self.link, run, *given)  # type: ignore[no-any-return]
+            matrix, rows = product.matrix, product.rows
+            with _saving(product.topology):
+                out = product.finish(rows if matrix is None else matrix @ rows)
+            return F.normalize(out, p=2.0, dim=-1) if self.normalize else out
+        check_arguments(self, (x, edge_index), {})
+        if torch.compiler.is_compiling():
+            return super().forward(x, edge_index, size)
+        return run_sage(self, super().forward, x, edge_index, size)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _planned(self, x: Any, edge_index: Any, size: Any) -> PlannedProduct | None:
@@ -373,10 +390,12 @@ class DistSAGEConv(WithLink, pyg.SAGEConv):
         check_arguments(self, (x, edge_index), {})
         (x, edge_index), _ = sharded_inputs((x, edge_index), {})
         source, root = x if isinstance(x, (tuple, list)) else (x, x)
-        found = _edges_of_product(self, pyg.SAGEConv, edge_index, [source, root])
-        if found is None or self.aggr not in ("mean", "sum", "add"):
+        linears = [self.lin_r] if self.root_weight else []
+        given = torch_geometric.nn.SAGEConv, edge_index, [source, root], *linears
+        topology = _edges_of_product(self, *given, biased=[self.lin_l])
+        if topology is None or self.aggr not in ("mean", "sum", "add"):
             return None
-        if source is None or found[1] is not None:
+        if source is None or edge_index.weight is not None:
             return None
         if self.project and hasattr(self, "lin"):
             source = self.lin(source).relu()

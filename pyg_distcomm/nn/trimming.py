@@ -42,7 +42,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.jit import is_tracing  # type: ignore[attr-defined]
-from torch.nn.parameter import is_lazy
 from torch_geometric.data.data import BaseData
 
 from pyg_distcomm.comm.store import RankError
@@ -57,7 +56,6 @@ from pyg_distcomm.nn.leading_rows import (
     double,
     leading,
     leaves,
-    total_of,
     version_of,
     whole,
     wrap,
@@ -106,9 +104,10 @@ class ModelState:
             (b, version_of(b), b.clone() if b.numel() <= _COPIED else None)
             for b in model.buffers()
         ]
-        self._numbers = [
+        lazy = any(torch.nn.parameter.is_lazy(p) for p in model.parameters())
+        self._numbers = [  # lazy modules take their sizes from a first pass
             (vars(m), {k: v for k, v in vars(m).items() if type(v) in (int, float)})
-            for m in model.modules()
+            for m in (() if lazy else model.modules())
         ]
 
     @property
@@ -232,8 +231,6 @@ class Trimmer:
         mode = self.modes[model.training]
         if _is_replayed() or (model.training and not torch.is_grad_enabled()):
             mode = Mode(blocked="runs under checkpointing, or without gradients")
-        elif mode.depths is None and any(map(is_lazy, model.parameters())):
-            mode = Mode(blocked="has parameters of no size yet")
         elif any(part._backward_hooks for part in model.modules()):
             mode.block("a backward hook reads all rows")
         mode.rewritten.clear()
@@ -246,20 +243,24 @@ class Trimmer:
 
     def end(self, model: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> Any:
         """Ends the forward pass; a failed one concludes nothing."""
-        traced = torch.compiler.is_compiling() or is_tracing()
-        now = None if traced else _pass.get()
-        if now is None or now.within:
-            if now is not None:
-                now.within -= 1
+        if torch.compiler.is_compiling() or is_tracing():
             return None
-        try:
-            if out is not None:
-                now.finish()
-                if now.first is not None and now.trims:
-                    _pass.set(Pass(now.mode, model, now.outer))
-                    return now.first.repeat(model, now.mode, out)
-        finally:
-            _pass.set(now.outer)
+        now = _pass.get()
+        if now is None:
+            return None
+        if now.within:
+            now.within -= 1
+            return None
+        if out is not None:
+            now.finish()
+        if out is not None and now.first is not None and now.trims:
+            _pass.set(Pass(now.mode, model, now.outer))
+            try:
+                out = now.first.repeat(model, now.mode, out)
+            finally:
+                _pass.set(now.outer)
+            return out
+        _pass.set(now.outer)
         return None
 
     def __deepcopy__(self, memo: Any) -> Trimmer:
@@ -359,6 +360,13 @@ def trimming_of(model: torch.nn.Module) -> str:
 # Layers ------------------------------------------------------------------------------
 
 
+def refuse(adjacency: LocalAdjacency, what: str) -> None:
+    """Switches trimming off for the running model, if it runs on a minibatch."""
+    now = _pass.get()
+    if now is not None and adjacency.batch is not None:
+        now.mode.block(f"{what} is not trimmed")
+
+
 def note_untrimmed(edge_index: Any, what: str) -> None:
     """Records that a layer computes all rows of a minibatch.
 
@@ -372,8 +380,8 @@ def note_untrimmed(edge_index: Any, what: str) -> None:
 
 
 def call(
-    adjacency: LocalAdjacency,
-    edge_index: Tensor,
+    adjacency: LocalAdjacency | None,
+    edge_index: Any,
     x: Any,
     compute: Callable[[Any, Any, int | None], Any],
     reads: Iterable[Any] = (),
@@ -381,7 +389,7 @@ def call(
     """Runs one layer on the rows that are read.
 
     Args:
-        adjacency: the cache of its edges.
+        adjacency: the cache of its edges; None if it runs PyG's code.
         edge_index: the edges.
         x: its features, a tensor or a pair.
         compute: the layer, of sources, targets, and how many targets to compute; None
@@ -389,17 +397,18 @@ def call(
         reads: tensors that `compute` reads besides.
     """
     source, target = x if isinstance(x, (tuple, list)) else (x, x)
-    now, batch = _pass.get(), adjacency.batch
+    now = _pass.get()
+    batch = None if adjacency is None else adjacency.batch
     tracked = [t for t in (source, target) if isinstance(t, LeadingRows)]
     if now is not None and (_is_replayed() or torch.is_grad_enabled() != now.graded):
         now.mode.block("a layer runs under checkpointing")
-    if now is None or batch is None or now.mode.blocked:
-        if now is None and batch is not None:
-            for mode in batch.read_by or ():
+    if now is None or batch is None or adjacency is None or now.mode.blocked:
+        if batch is not None and now is None and batch.read_by is not None:
+            for mode in batch.read_by:
                 mode.block("a layer runs outside of its model's forward")
         return _on_all(compute, source, target)
     sizes = [batch.sizes[kind] for kind in adjacency.ends]
-    found = [None if t is None else total_of(t) for t in (source, target)]
+    found = [None if t is None else _total(t) for t in (source, target)]
     own = all(t.origin.mode is now.mode for t in tracked)
     if not own or found[0] != sizes[0] or found[1] not in (None, sizes[1]):
         return _on_all(compute, source, target)
@@ -412,22 +421,24 @@ def call(
     if first is None:
         return _on_all(compute, source, target)
     origin = Origin(now.mode, sizes[1], first[adjacency.ends[1]], frozenset([at]))
-    rows = None
-    if now.trims:
-        rows = _rows_of(now, adjacency, edge_index, at, source, target)
-        if rows is None:
-            return _on_all(compute, source, target)
-    out = compute(*_each(leading, source, target), rows)
-    if rows is not None:
-        ends = *_each(deferred, source, target), None
-        origin.every = Deferred(compute, ends, {}, reads)
-    return wrap(out, origin) if isinstance(out, Tensor) else out
+    if not now.trims:
+        out = compute(leading(source), leading(target), None)
+        return wrap(out, origin) if isinstance(out, Tensor) else out
+    rows = _rows_of(now, adjacency, edge_index, at, source, target)
+    if rows is None:
+        return _on_all(compute, source, target)
+    out = compute(leading(source), leading(target), rows)
+    args = tuple(map(deferred, (source, target)))
+    origin.every = Deferred(
+        lambda *ends: compute(ends[0], ends[1], None), args, {}, reads
+    )
+    return wrap(out, origin)
 
 
 def _rows_of(
     now: Pass,
     adjacency: LocalAdjacency,
-    edge_index: Tensor,
+    edge_index: Any,
     at: int,
     source: Any,
     target: Any,
@@ -437,21 +448,24 @@ def _rows_of(
     assert batch is not None
     assert depths is not None
     reads = batch.rows(depths[at]) if at < len(depths) else None
-    edges = adjacency.grouped(edge_index, *(batch.sizes[k] for k in adjacency.ends))
+    sizes = [batch.sizes[kind] for kind in adjacency.ends]
+    edges = adjacency.grouped(edge_index, *sizes)
     if reads is None or edges is None:
         return None
     rows = reads[adjacency.ends[1]]
-    needed = edges.prefix(rows).num_read, rows
     here = [None if t is None else len(leading(t)) for t in (source, target)]
+    needed = edges.prefix(rows).num_read, rows
     enough = all(n is None or n >= k for n, k in zip(here, needed, strict=True))
     return rows if enough else None
 
 
-def _on_all(compute: Callable[..., Any], *ends: Any) -> Any:
-    return compute(*_each(lambda t: whole(t, "a layer"), *ends), None)
+def _on_all(compute: Callable[..., Any], source: Any, target: Any) -> Any:
+    if target is source:
+        source = target = whole(source, "a layer")
+    else:
+        source, target = whole((source, target), "a layer")
+    return compute(source, target, None)
 
 
-def _each(run: Callable[[Any], Any], source: Any, target: Any) -> tuple[Any, Any]:
-    """Returns what `run` makes of two tensors; the same of one for both."""
-    first = run(source)
-    return first, first if target is source else run(target)
+def _total(t: Tensor) -> int:
+    return t.origin.total if isinstance(t, LeadingRows) else len(t)

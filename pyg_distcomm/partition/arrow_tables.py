@@ -295,7 +295,8 @@ class ArrowTable:
             lib: Any = _pyarrow("lib")
             schema = lib.schema([(name, lib.int64()) for name in ENDS[0]])
             return schema.empty_table().to_reader()
-        named = not self._unnamed and (first[:1].isalpha() or first[:1] in b'"_')
+        begin = first.lstrip(b'"')[:1]
+        named = not self._unnamed and (begin.isalpha() or begin == b"_")
         between = next((c for c in "\t;," if c.encode() in first), " ")
         return csv.open_csv(
             self.path,

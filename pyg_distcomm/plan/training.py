@@ -25,6 +25,7 @@ from pyg_distcomm.comm.collectives import Axis, ring_words
 from pyg_distcomm.comm.mesh import Grid, alone
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.topology import MultiplyOrder
+from pyg_distcomm.nn.halo_conv import HaloConv
 from pyg_distcomm.nn.layers import convert
 from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.constants import key_of
@@ -172,11 +173,11 @@ class RunRecorder:
             )
 
     def _miss(self, what: str) -> None:
-        self.missing.append(what.format(type(self.stack[-1]).__name__))
+        self.missing.append(what.format(type(bare(self.stack[-1])).__name__))
 
     def note_operator(self) -> None:
         """Records that the layer multiplies by a matrix of all edges."""
-        conv = next(filter(is_layer, self.stack))
+        conv = bare(next(filter(is_layer, self.stack)))
         kinds = {**KINDS, "gcn": (GCNConv, GCN2Conv)}
         found = (kind for kind, types in kinds.items() if isinstance(conv, types))
         self.now.kind = next(found, "halo")
@@ -274,7 +275,12 @@ def _run(
 
 def is_layer(module: Module) -> bool:
     """Returns whether a module reads rows of neighbours."""
-    return isinstance(module, MessagePassing)
+    return isinstance(module, (MessagePassing, HaloConv))
+
+
+def bare(module: Module) -> Module:
+    """Returns PyG's layer inside a HaloConv, or the module itself."""
+    return module.conv if isinstance(module, HaloConv) else module
 
 
 @dataclass(frozen=True)

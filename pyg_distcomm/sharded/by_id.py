@@ -367,7 +367,12 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
         found = _put_several(x, given, value, mutable) if add else None
     elif len(used) == 1 and x.dim_ == d and v.dim() == 1:
         found = _put_rows(x, d, v, value, add, mutable)
-    elif len(used) == 1 and v.dtype == torch.bool and v.dim() > 1 and (merged := _merged(x, d, v)):
+    elif (
+        len(used) == 1
+        and v.dtype == torch.bool
+        and v.dim() > 1
+        and (merged := _merged(x, d, v))
+    ):
         found = _put_rows(*merged, value, add, False).view(x.shape)
         found = x.copy_(found) if mutable else found
     elif v.dtype == torch.bool and v.dim() > 1:
