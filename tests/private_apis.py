@@ -84,7 +84,7 @@ LISTED = {
         torch_geometric.data.storage.BaseStorage: _cached_attr _key _num_nodes _parent
         torch_geometric.loader.ClusterData: _permute_data
         torch_geometric.nn.GCNConv: _cached_edge_index
-        torch_geometric.nn.MessagePassing: _edge_mask _edge_user_args _index_select
+        torch_geometric.nn.MessagePassing: _edge_user_args _index_select
             _propagate_forward_hooks _user_args
         torch_geometric.nn.SGConv: _cached_x
         torch_geometric.nn.SSGConv: _cached_h
