@@ -502,7 +502,7 @@ def test_loops_compile_without_a_cache_folder(monkeypatch):
     monkeypatch.setattr(compile, "KernelCache", no_folder)
     double = compile.jit(lambda x: 2 * x)
     assert compile.cache_folder(double) is None
-    assert compile.ready(double, (3,))() == 6
+    assert double(3) == 6
 
 
 @pytest.fixture
@@ -526,7 +526,7 @@ def cached(tmp_path, monkeypatch):
         if not outer.exists():  # older Numba keeps code until its file is written
             outer.write_text(
                 "from inner_jit import CONSTANT, step\n"
-                "from pyg_distcomm.kernels.compile import jit, ready\n"
+                "from pyg_distcomm.kernels.compile import jit\n"
                 "@jit\n"
                 "def run(x):\n    return step(x) + 100 * CONSTANT\n"
             )
@@ -535,7 +535,7 @@ def cached(tmp_path, monkeypatch):
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
         loops = importlib.import_module("outer_loops")
-        result = compile.ready(loops.run, (6,))()
+        result = loops.run(6)
         return result, bool(loops.run.stats.cache_hits)
 
     monkeypatch.setattr(compile, "PACKAGE", tmp_path)

@@ -45,6 +45,11 @@ def ids(x, *which):
     return torch.tensor(which, device=x.device)
 
 
+def _written(x, key):
+    x[key] = 3
+    return x
+
+
 def _assigned(x, value):
     x.data = value
     return x * 3
@@ -210,6 +215,8 @@ DECOMPOSED = {
     "singular values": lambda x: torch.linalg.svdvals(x),
     "logsumexp of all": lambda x: x.logsumexp((0, 1)),
     "numbers written": lambda x: torch.index_put(x, (x > 1,), ones(x, 1)),
+    "rows by bytes": lambda x: x[(other(x)[:, 0] > 0.5).byte()],
+    "stacks cut anew": lambda x: torch.stack([x, -x, x]).view(2, 75, 7),
     "all in one, by a mask": lambda x: x[None][(other(x)[:, 0] > 0)[None]],
     "one row": lambda x: x.select(0, 3),
     "rows in one": lambda x: x.unsqueeze(0).expand(2, -1, -1) + x[None],
@@ -293,6 +300,7 @@ WITHIN = {
     "triplet loss": lambda x: F.triplet_margin_loss(x, other(x), other(x).roll(1, -1)),
     "glu": lambda x: F.glu(x[:, :6]),
     "abs_": lambda x: (x * 1).abs_(),
+    "columns written": lambda x: _written(x * 1, (slice(None), ids(x, *range(7)) > 4)),
     "numbers by a mask": lambda x: x[x > 0.3] * x.masked_select(x > 0.3).detach(),
     "signals of rows": lambda x: F.conv2d(x[None, None], weights(x, 2, 1, 1, 3)),
     "attention": lambda x: F.scaled_dot_product_attention(*[cube(x)[:, None]] * 3),

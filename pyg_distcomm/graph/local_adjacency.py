@@ -99,8 +99,8 @@ class GroupedEdges:
             if not grouped:
                 target, order = torch.sort(target, stable=True)
                 source = source.index_select(0, order)
-            bounds = torch.arange(num_targets + 1, device=target.device).to(
-                target.dtype
+            bounds = torch.arange(
+                num_targets + 1, device=target.device, dtype=target.dtype
             )
             rowptr = torch.searchsorted(target.contiguous(), bounds).to(kind)
             note_span(rowptr, 0, count)

@@ -22,7 +22,7 @@ from pyg_distcomm.kernels.codec_ops import (
     rest_begins,
     size_of,
 )
-from pyg_distcomm.kernels.compile import Array, Matrix, jit, ready
+from pyg_distcomm.kernels.compile import Array, Matrix, jit
 from pyg_distcomm.kernels.core_cpu import (
     GRAIN,
     check_index,
@@ -128,7 +128,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
     words = np.zeros(-(-len(codes) // 8), np.uint64)
     padded = words.view(np.uint8)
     padded[: len(codes)] = codes.numpy()
-    ready(pack_group, (padded, words, bits, out.numpy(), 0))()
+    pack_group(padded, words, bits, out.numpy(), 0)
     return out
 
 
@@ -137,7 +137,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     words = np.zeros(-(-count // 8), np.uint64)
     codes = words.view(np.uint8)
     args = (packed.contiguous().numpy(), 0, bits, codes, words)
-    ready(unpack_group, args)()
+    unpack_group(*args)
     return torch.from_numpy(codes[:count])
 
 

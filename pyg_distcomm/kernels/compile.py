@@ -41,10 +41,9 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
 Array: TypeAlias = Any  # of one dimension, contiguous
-Matrix: TypeAlias = tuple[
-    Array, int
-]  # the memory of rows, and the distance between them
-Heads: TypeAlias = tuple[Array, int, int]  # and between the heads of a row
+# the memory of rows, and the distance between them; and between the heads of a row
+Matrix: TypeAlias = tuple[Array, int]
+Heads: TypeAlias = tuple[Array, int, int]
 Edges: TypeAlias = tuple[Array, Array]  # offsets and columns of a CSR matrix
 Builder: TypeAlias = Any  # llvmlite.ir.IRBuilder, which has no types
 Emitted = tuple[Any, Callable[..., Any]]
@@ -62,7 +61,9 @@ def digest(*versions: str) -> str:
     for folder in (PACKAGE, PACKAGE.parent / "partition"):
         for path in sorted(folder.glob("*jit.py")):
             found.update(path.read_bytes())
-    found.update(Path(__file__).read_bytes())
+    this = Path(__file__)
+    for path in (this, this.with_name("codec_ops.py")):  # whose numbers loops hold
+        found.update(path.read_bytes())
     return found.hexdigest()
 
 
@@ -104,11 +105,6 @@ def reordering(loop: Loop) -> Loop:
     """
     compiled: Any = njit(fastmath={"reassoc", "contract"}, error_model="numpy")(loop)
     return cast(Loop, compiled)
-
-
-def ready(loop: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """Binds the first arguments of a loop."""
-    return partial(loop, *args)
 
 
 def cache_folder(loop: Any) -> str | None:

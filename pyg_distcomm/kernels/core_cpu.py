@@ -5,6 +5,7 @@ Imported at the first call of an op, because importing Numba takes a while.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from pyg_distcomm.kernels import (
     sample_jit,
     threads,
 )
-from pyg_distcomm.kernels.compile import cache_folder, ready
+from pyg_distcomm.kernels.compile import cache_folder
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay
 PANEL = 128  # bytes of a row copied together; see _panels_pay
@@ -87,7 +88,7 @@ def _multiply(matrix: Sparse, x: Tensor, out: Tensor, accumulate: bool) -> None:
     for at, lanes, keep in _blocks(x.size(-1), WIDEST // x.element_size()):
         width = (0,) * (lanes * x.element_size()).bit_length()
         args = (width[1:], *arrays, (at, lanes, keep if accumulate else lanes))
-        threads.run(ready(core_jit.spmm, args), pieces)
+        threads.run(partial(core_jit.spmm, *args), pieces)
 
 
 def _blocks(f: int, widest: int) -> list[tuple[int, int, int]]:
@@ -215,7 +216,7 @@ def segment_max_grad(
     edges = vector(rowptr), vector(col)
     args = edges, flat(x), flat(out), flat(g), grad.view(-1).numpy(), f
     if grad.numel():
-        ready(core_jit.segment_max_grad, args)()
+        core_jit.segment_max_grad(*args)
     return grad
 
 
@@ -243,7 +244,7 @@ def scatter_add_rows(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
     if k and f:
         parts = threads.width() if k * f >= GRAIN else 1
         args = (flat(target), positions, flat(src), f)
-        work = ready(core_jit.scatter_add, args)
+        work = partial(core_jit.scatter_add, *args)
         threads.run(work, [(part, parts) for part in range(parts)])
     return core_ops.deliver(target, out)
 
@@ -255,12 +256,12 @@ def coo_to_csr(
     rows = vector(row)
     check_index(rows, num_rows)
     rowptr = torch.zeros(num_rows + 1, dtype=core_ops.offset_dtype(len(rows)))
-    ready(core_jit.count, (rows, rowptr.numpy()))()
+    core_jit.count(rows, rowptr.numpy())
     col_sorted = torch.empty(len(rows), dtype=core_ops.column_dtype(col))
     perm = torch.empty(len(rows), dtype=rowptr.dtype)
     cursor = rowptr.clone().numpy()
     args = (rows, vector(col), cursor, col_sorted.numpy(), perm.numpy())
-    ready(core_jit.place, args)()
+    core_jit.place(*args)
     return rowptr, col_sorted, perm
 
 
@@ -272,12 +273,12 @@ def csr_transpose(
     part = vector(col)[int(pointers[0]) : int(pointers[-1])]
     check_index(part, num_cols)
     rowptr_t = torch.zeros(num_cols + 1, dtype=core_ops.offset_dtype(len(part)))
-    ready(core_jit.count, (part, rowptr_t.numpy()))()
+    core_jit.count(part, rowptr_t.numpy())
     row_t = torch.empty(len(part), dtype=core_ops.offset_dtype(len(pointers) - 1))
     perm = torch.empty(len(part), dtype=core_ops.offset_dtype(len(col)))
     cursor = rowptr_t.clone().numpy()
     args = (pointers, vector(col)), cursor, row_t.numpy(), perm.numpy()
-    ready(core_jit.place_transposed, args)()
+    core_jit.place_transposed(*args)
     return rowptr_t, row_t, perm
 
 
@@ -288,13 +289,13 @@ def place_pairs(
     memory.advise(pair)
     ids = vector(target), vector(source), vector(edge)
     args = (*ids, cursor.numpy(), pair.numpy())
-    ready(core_jit.place_pairs, args)()
+    core_jit.place_pairs(*args)
     return pair
 
 
 def count_ids(ids: Tensor, counts: Tensor) -> Tensor:
     """Runs `core_ops.count_ids`, on one thread."""
-    ready(core_jit.count_ids, (vector(ids), counts.numpy()))()
+    core_jit.count_ids(vector(ids), counts.numpy())
     return counts
 
 
@@ -303,7 +304,7 @@ def hash_edges(source: Tensor, target: Tensor, place: Tensor) -> Tensor:
     out = torch.empty(1, dtype=torch.int64)
     odd = np.array(core_ops.HASH_ODD)
     args = (odd, vector(source), vector(target), vector(place), out.numpy())
-    ready(core_jit.hash_edges, args)()
+    core_jit.hash_edges(*args)
     return out[0]
 
 
@@ -346,9 +347,9 @@ def minimum_cover(ptr: Tensor, to: Tensor, num_right: int) -> tuple[Tensor, Tens
     graph = ptr.to(torch.int64).numpy(), to.to(torch.int64).numpy()
     lefts = ptr.numel() - 1
     mates = np.full(lefts, -1, np.int64), np.full(num_right, -1, np.int64)
-    ready(core_jit.match, (graph, mates))()
+    core_jit.match(graph, mates)
     left, right = np.zeros(lefts, np.bool_), np.zeros(num_right, np.bool_)
-    ready(core_jit.reach, (graph, mates, left, right))()
+    core_jit.reach(graph, mates, left, right)
     return torch.from_numpy(~left), torch.from_numpy(right)
 
 
@@ -387,13 +388,13 @@ def describe() -> dict[str, object]:
 def over_rows(loop: Any, args: tuple[Any, ...], rows: int, width: int) -> None:
     """Runs a loop over ranges of rows in parallel, each row with `width` numbers."""
     if rows and width:
-        threads.run_split(ready(loop, args), rows, GRAIN // width)
+        threads.run_split(partial(loop, *args), rows, GRAIN // width)
 
 
 def _over_segments(loop: Any, args: tuple[Any, ...], rowptr: Array, width: int) -> None:
     """Runs a loop over rows of a CSR matrix in parallel, each edge with `width` numbers."""
     if width and len(rowptr) > 1:
-        threads.run(ready(loop, args), _pieces(rowptr, width))
+        threads.run(partial(loop, *args), _pieces(rowptr, width))
 
 
 def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:
@@ -403,7 +404,7 @@ def _pieces(rowptr: Array, f: int) -> list[tuple[int, int]]:
     count = min(work // GRAIN, 16 * threads.width())
     if threads.width() == 1 or count < 2:
         return [(0, m)]
-    bounds = ready(core_jit.balance, (rowptr, count))().tolist()
+    bounds = core_jit.balance(rowptr, count).tolist()
     pieces = [(a, b) for a, b in pairwise(bounds) if a < b]
     return sorted(pieces, key=lambda piece: int(rowptr[piece[0]] - rowptr[piece[1]]))
 
@@ -434,7 +435,7 @@ def vector(t: Tensor) -> Array:
 
 def check_index(index: Array, size: int) -> None:
     """Raises IndexError unless all of an index lies in 0 .. size-1."""
-    if not ready(core_jit.in_range, (index, size))():
+    if not core_jit.in_range(index, size):
         raise IndexError(
             f"index spans {index.min()} .. {index.max()}, but there are {size} rows"
         )

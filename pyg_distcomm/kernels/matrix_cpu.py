@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from pyg_distcomm.kernels import matrix_jit as loops
 from pyg_distcomm.kernels import threads
-from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.matrix_ops import Csr, value_type
 
 Array = NDArray[Any]
@@ -60,7 +60,7 @@ def count_positive(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_ops.count_positive`, rows in parallel."""
     count = torch.empty(len(rowptr) - 1, dtype=torch.int64)
     args = (_long(rowptr), _long(value), count.numpy())
-    threads.run_split(ready(loops.count_positive, args), len(count), 1 << 12)
+    threads.run_split(partial(loops.count_positive, *args), len(count), 1 << 12)
     return count
 
 
@@ -76,7 +76,7 @@ def draw(
     entry, left = _empty_draws(ptr)
     rows, draws = (_long(rowptr), _long(value), _long(count)), (_long(keys), _long(ptr))
     args = rows, draws, replace, (entry.numpy(), left.numpy())
-    threads.run_split(ready(loops.draw, args), len(keys), 1)
+    threads.run_split(partial(loops.draw, *args), len(keys), 1)
     return entry, left
 
 
@@ -101,13 +101,13 @@ class WeightedSampler:
         entry, left = _empty_draws(ptr)
         row = (tree, self._value, 0, len(self._value), self._total)
         draws, out = (_long(keys), _long(ptr)), (entry.numpy(), left.numpy())
-        ready(loops.draw_shared, (row, self._count, draws, replace, out))()
+        loops.draw_shared(row, self._count, draws, replace, out)
         self._trees.append(tree)
         return entry, left
 
     def _tree(self) -> Array:
         tree = np.zeros(len(self._value) + 1, np.int64)
-        ready(loops.grow, (self._value, 0, len(self._value), tree))()
+        loops.grow(self._value, 0, len(self._value), tree)
         return tree
 
 
@@ -118,7 +118,7 @@ def normalize_rows(rowptr: Tensor, value: Tensor) -> Tensor:
     """Runs `matrix_ops.normalize_rows`, rows in parallel."""
     out = torch.empty_like(value)
     args = (_long(rowptr), value.contiguous().numpy(), out.numpy())
-    threads.run_split(ready(loops.normalize_rows, args), len(rowptr) - 1, 1 << 12)
+    threads.run_split(partial(loops.normalize_rows, *args), len(rowptr) - 1, 1 << 12)
     return out
 
 
@@ -137,7 +137,7 @@ def layer_weights(
 
     def run(value: Tensor) -> int:
         others: list[int] = []
-        work = ready(loops.layer_weights, (*graph, (*out, value.numpy())))
+        work = partial(loops.layer_weights, *graph, (*out, value.numpy()))
         threads.run_split(lambda b, e: others.append(work(b, e)), m, 1 << 12)
         return sum(others)
 
@@ -151,7 +151,7 @@ def layer_weights(
 
 def _over_rows(loop: Any, args: tuple[Any, ...], m: int) -> list[Tensor]:
     """Runs a loop that returns arrays over ranges of rows, and joins them."""
-    work: Callable[..., Any] = ready(loop, args)
+    work: Callable[..., Any] = partial(loop, *args)
     pieces = threads.split(m, 8 * threads.width() if threads.width() > 1 else 1)
     found: list[Any] = [None] * len(pieces)
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pyg_distcomm.kernels import core_jit, memory, threads
 from pyg_distcomm.kernels import sample_jit as loops
-from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.sample_ops import (
     Frontier,
     Minibatch,
@@ -123,7 +122,7 @@ class NodeRelabeler:
         self._reserve(len(source) - at)
         args = (self.table, self.labels, (source, target), at, other.tree)
         more = (*args, self.node, self.tree, self.num_nodes)
-        self.num_nodes = ready(loops.relabel, more)()
+        self.num_nodes = loops.relabel(*more)
 
     def induced_edges(
         self, relation: Relation, low: Array, high: Array, other: NodeRelabeler
@@ -131,7 +130,7 @@ class NodeRelabeler:
         """Finds the in-edges of nodes of ``other`` from nodes here; see `known_edges`."""
         entries = relation.row.numpy(), relation.stride
         args = (self.table, self.labels, other.tree, entries, low, high)
-        return ready(loops.known_edges, args)()
+        return loops.known_edges(*args)
 
     def streams(self, hop: int) -> Array | None:
         """Returns the random streams of the nodes at a hop; None if all are stream 0."""
@@ -154,7 +153,7 @@ class NodeRelabeler:
 
     def _enter(self, count: int, copy: Array | None) -> int:
         args = (self.table, self.labels, self.node, self.tree, count, copy)
-        return ready(loops.enter, args)()
+        return loops.enter(*args)
 
 
 def grow(old: Array, used: int, size: int, exact: bool = False) -> Array:
@@ -183,10 +182,10 @@ class Sampler:
     def by_rank(rank: Tensor, ranks: int) -> Tensor:
         """Returns the positions of numbers in 0 .. ranks - 1, in the order of the numbers."""
         first, order = np.zeros(ranks + 1, np.int64), torch.empty_like(rank)
-        ready(core_jit.count, (rank.numpy(), first))()
+        core_jit.count(rank.numpy(), first)
         unused = np.empty(len(rank), np.int64)
         args = (rank.numpy(), rank.numpy(), first, unused, order.numpy())
-        ready(core_jit.place, args)()
+        core_jit.place(*args)
         return order
 
     @staticmethod
@@ -198,7 +197,7 @@ class Sampler:
     def write_pairs(relation: Relation, entry: Array, words: Tensor, at: int) -> None:
         """Writes the source and id of each entry into a message, from word `at` on."""
         args = (relation.row.numpy(), entry, words.numpy(), at)
-        threads.run_split(ready(loops.write_pairs, args), len(entry), GRAIN)
+        threads.run_split(partial(loops.write_pairs, *args), len(entry), GRAIN)
 
     @staticmethod
     def locate(
@@ -218,7 +217,7 @@ class Sampler:
         for rank, (words, order) in enumerate(messages):
             near = rank == own
             arrays = words.numpy(), order.numpy(), near, 0 if near else base
-            ready(loops.locate, (*arrays, begin.numpy(), count.numpy()))()
+            loops.locate(*arrays, begin.numpy(), count.numpy())
             base += 0 if near else len(words)
         return RemoteDraws(begin, count, messages[own][0], far)
 
@@ -364,9 +363,9 @@ class MinibatchBuilder:
         except UnweightedNode as error:
             raise UnweightedNode(number, error.node) from None
         source, row = self.index[number][0], relation.row.numpy()
-        ready(loops.fetch, (row, relation.stride, edge, source, at))()
+        loops.fetch(row, relation.stride, edge, source, at)
         _, begin, _ = self._found(number, hop)
-        ready(loops.point_to, (start, begin, self.index[number][1], at))()
+        loops.point_to(start, begin, self.index[number][1], at)
         self._label(number, at)
 
     def add_draws(
@@ -377,7 +376,7 @@ class MinibatchBuilder:
         edge, at = self._allocate(number, int(count.sum()))
         _, place, _ = self._found(number, hop)
         asked = begin, count, draws.local.numpy(), draws.remote.numpy()
-        ready(loops.take_rows, (asked, place, (*self.index[number], edge), at))()
+        loops.take_rows(asked, place, (*self.index[number], edge), at)
         self._label(number, at)
 
     def _allocate(self, number: int, total: int) -> tuple[Array, int]:
@@ -455,8 +454,8 @@ def draw_rows(
     weight = None if relation.weight is None else relation.weight.numpy()
     start = np.empty(len(low) + 1, np.int64)
     args = (low, high, weight, frontier.fan_out, frontier.replace, start)
-    threads.run_split(ready(loops.count, args), len(low), GRAIN)
-    total = ready(loops.add_up, (start,))()
+    threads.run_split(partial(loops.count, *args), len(low), GRAIN)
+    total = loops.add_up(start)
     if total < 0:
         raise UnweightedNode(0, int(frontier.node[-1 - total]))
     if total >= CHECKED_EDGES:
@@ -468,11 +467,11 @@ def draw_rows(
     entries, to = (relation.row.numpy(), relation.stride), (position, at)
     how = nodes, stream, frontier.replace
     if frontier.labor:
-        draw = ready(loops.draw_labor, (nodes, entries, weight, to))
+        draw = partial(loops.draw_labor, nodes, entries, weight, to)
     elif weight is None:
-        draw = ready(loops.draw, (*how, to))
+        draw = partial(loops.draw, *how, to)
     else:
-        draw = ready(loops.draw_weighted, (*how, entries, weight, to))
+        draw = partial(loops.draw_weighted, *how, entries, weight, to)
     threads.run_split(draw, len(keys), 1)
     return start, position, at
 
@@ -484,7 +483,7 @@ def _bounds(
     count = frontier.place.numel()
     low, high = np.empty((2, count), np.int64)
     args = (relation.colptr.numpy(), frontier.place.numpy(), low, high)
-    threads.run_split(ready(loops.bounds, args), count, GRAIN)
+    threads.run_split(partial(loops.bounds, *args), count, GRAIN)
     time = clock if relation.time is None else relation.time
     if frontier.max_time is None or time is None:
         return low, high
@@ -492,7 +491,7 @@ def _bounds(
     keep = frontier.fan_out if frontier.latest else -1
     limits = frontier.max_time.numpy(), keep
     narrow = (entries, (time.numpy(), timed), *limits, (low, high))
-    threads.run_split(ready(loops.narrow, narrow), count, GRAIN)
+    threads.run_split(partial(loops.narrow, *narrow), count, GRAIN)
     return low, high
 
 
@@ -519,14 +518,14 @@ class RankSelect:
         dtype = torch.int32 if len(gid) < 2**31 else torch.int64
         counts = torch.zeros(total // 64 + 1, dtype=dtype)
         self._bits = words.numpy().view(np.uint64), counts.numpy()
-        ready(core_jit.mark_bits, (gid.long().contiguous().numpy(), *self._bits))()
+        core_jit.mark_bits(gid.long().contiguous().numpy(), *self._bits)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Returns the position of each id [k], -1 for those that are not in the list."""
         ids = ids.long().contiguous()
         out = torch.empty_like(ids)
         args = (*self._bits, ids.numpy(), out.numpy())
-        find = ready(core_jit.find_places, args)
+        find = partial(core_jit.find_places, *args)
         threads.run_split(find, len(ids), GRAIN)
         return out
 
@@ -561,5 +560,5 @@ def take_rows(values: Tensor, index: Tensor, out: Tensor) -> None:
     step = width // word.itemsize
     if step:
         args = (flat[0], step), place, (flat[1], step), step
-        copy = ready(loops.gather, args)
+        copy = partial(loops.gather, *args)
         threads.run_split(copy, len(place), ROWS // step)

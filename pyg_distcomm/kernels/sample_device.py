@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from pyg_distcomm.kernels import sample_jit as loops
-from pyg_distcomm.kernels.compile import ready
 from pyg_distcomm.kernels.sample_cpu import MinibatchBuilder
 from pyg_distcomm.kernels.sample_ops import (
     UNIT,
@@ -94,7 +93,7 @@ class DeviceSampler:
             assert relation.weight is not None
             sums = torch.empty(relation.num_edges, dtype=torch.float64)
             args = relation.colptr.numpy(), relation.weight.numpy(), sums.numpy()
-            ready(loops.running_sums, args)()
+            loops.running_sums(*args)
             self._sums[number] = self._put(sums)
         return self._sums[number]
 

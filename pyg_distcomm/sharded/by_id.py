@@ -80,11 +80,19 @@ def _rows_of_chunk(x: Tensor, ids: Ids) -> Tensor:
     return ids.exchange(nodes).gather(x)
 
 
+def _indices(given: Any) -> list[Any]:
+    """Returns ids and masks, of which torch takes bytes for masks; raises for others."""
+    if any(v is not None and v.dtype.is_floating_point for v in given):
+        raise IndexError(
+            "tensors used as indices must be long, int, byte or bool tensors"
+        )
+    return [v.bool() if v is not None and v.dtype == torch.uint8 else v for v in given]
+
+
 @rule(aten.index.Tensor)
 def index(func: Any, args: Any, kwargs: Any) -> Any:
     """Selects rows by a mask, or reads them by ids, with other indices beside these."""
-    x, given = args
-    given = list(given)
+    x, given = args[0], _indices(args[1])
     compare_call(_mesh_of(x, *given), x, *given)
     used = [i for i, v in enumerate(given) if v is not None]
     first, v = used[0], given[used[0]]
@@ -354,7 +362,7 @@ def _sums_of_owners(y: Tensor, ids: Ids, rows: Rows) -> Tensor:
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     """Writes, or adds, to rows that a mask keeps or that ids name."""
-    x, given, value = args[:3]
+    x, given, value = args[0], _indices(args[1]), args[2]
     add = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     compare_call(_mesh_of(x, *given, value), x, *given)
     used = [i for i, v in enumerate(given) if v is not None]

@@ -156,11 +156,16 @@ def key_of(x: DistTensor) -> int | None:
         return None
     while x._key_version != version_of(x):
         known = constants_of(x.rows.mesh)
-        write = known.writes.get(x._root, {}).get(x._key_version)
+        write = known.writes.get(_counted(x), {}).get(x._key_version)
         if write is None:
             return None
         x._key, x._key_version = known.number_of((x._key, write)), x._key_version + 1
     return x._key
+
+
+def _counted(x: DistTensor) -> Tensor:
+    """Returns the tensor whose counter of writes is that of its views."""
+    return x if x._base is None else x._base
 
 
 def kept_with(x: DistTensor, kind: Any, make: Callable[[], Any]) -> Any:
@@ -325,7 +330,7 @@ def _write(
             changed(target)
     if sharded and number is not None:
         version = version_of(target)
-        known.writes.setdefault(target._root, {})[version] = number
+        known.writes.setdefault(_counted(target), {})[version] = number
         target._key, target._key_version = number, version + 1
     return target
 
