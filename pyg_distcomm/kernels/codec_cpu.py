@@ -38,13 +38,10 @@ from pyg_distcomm.kernels.core_ops import deliver
 MOST = float(np.finfo(np.float32).max)
 UNIT = 2.0**16  # parts of a step, the grain of random rounding
 Rows = tuple[Matrix, "Array | None"]  # a matrix, and which rows of it
-Numbers = tuple[
-    Array, Array, int
-]  # numbers, the integers of their bits, the row stride
-Levels = tuple[Array, Array, Array]  # what leads rows, their minimum and step
-Parts = tuple[
-    Array, Array, Array
-]  # what leads rows, their codes, the rest of constants
+# numbers, the integers of their bits, the row stride
+Numbers = tuple[Array, Array, int]
+# what leads rows: their minimum and step; or their codes, and the rest of constants
+Levels = Parts = tuple[Array, Array, Array]
 
 
 def quantise_wide(

@@ -29,9 +29,8 @@ FEW = 48  # draws of a row up to which a scan for repeats beats a table
 Nodes = tuple[Array, Array, Array, Array, Array, Array]
 Entries = tuple[Array, int]  # sources, and the distance between them
 Place = tuple[Array, int]  # where drawn entries go, and from which position on
-Table = tuple[
-    Array, int, int
-]  # slots, the stamp of those in use, and the number of nodes
+# slots, the stamp of those in use, and the number of nodes
+Table = tuple[Array, int, int]
 
 
 @jit
