@@ -10,12 +10,14 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from layers import DEG, F, W, X, make, problem
+from layers import DEG, EdgeNorm, F, W, X, make, problem
 from test_layers import _in_doubles, parity, step
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
+from torch_geometric.data import HeteroData
 from torch_geometric.nn.models import GAT, GCN, GIN, PNA, EdgeCNN, GraphSAGE
 
 import pyg_distcomm as pdc
+from pyg_distcomm import nn
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv, HaloConv
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -178,9 +180,10 @@ def test_what_becomes_what():
         pyg.GATConv(4, 4),
         BatchNorm1d(4),
         Linear(4, 4),
+        EdgeNorm(),
     )
-    kinds = [DistGCNConv, DistSAGEConv, HaloConv, BatchNorm1d, Linear]
-    assert [type(m) for m in pdc.convert(model)] == kinds
+    kinds = "DistGCNConv DistSAGEConv DistGATConv BatchNorm1d Linear HaloConv".split()
+    assert [type(m).__name__ for m in pdc.convert(model)] == kinds
     told = r"convert takes a model, a torch\.nn\.Module, got int"
     with pytest.raises(TypeError, match=told):
         pdc.convert(3)
@@ -206,6 +209,24 @@ def test_a_copy_shares_nothing_and_its_parameters_are_its_layers(copying):
     for name, p in twin.named_parameters():
         assert p is twin.conv.get_parameter(name)
         assert p is not conv.get_parameter(name)
+
+
+def test_to_hetero_copies_layers_of_swapped_models_for_each_relation():
+    data = HeteroData()
+    for kind, n in (("a", 5), ("b", 6)):
+        data[kind].x = torch.randn(n, 4)
+    ends = torch.arange(30).view(2, 15).remainder(5)
+    data["a", "r", "b"].edge_index, data["b", "q", "a"].edge_index = ends, ends.flip(0)
+    share = pdc.partition(data, pdc.init())
+    for name, more in (("GAT", {"add_self_loops": False}), ("GraphSAGE", {})):
+        models = [getattr(lib, name)((-1, -1), 8, 2, **more) for lib in (pyg, nn)]
+        plain, ours = (pyg.to_hetero(model, data.metadata()) for model in models)
+        want = plain(data.x_dict, data.edge_index_dict)
+        ours(data.x_dict, data.edge_index_dict)  # which initialises it
+        ours.load_state_dict(plain.state_dict())
+        found = ours(share.x_dict, share.edge_index_dict)
+        for kind, rows in want.items():
+            torch.testing.assert_close(found[kind].full_tensor(), rows)
 
 
 def test_halo_conv_is_its_layer_to_torch():

@@ -41,7 +41,8 @@ Rows = tuple[Matrix, "Array | None"]  # a matrix, and which rows of it
 # numbers, the integers of their bits, the row stride
 Numbers = tuple[Array, Array, int]
 # what leads rows: their minimum and step; or their codes, and the rest of constants
-Levels = Parts = tuple[Array, Array, Array]
+Levels = tuple[Array, Array, Array]
+Parts = tuple[Array, Array, Array]
 
 
 def quantise_wide(

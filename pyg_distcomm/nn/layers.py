@@ -379,6 +379,7 @@ class _MadeLayer(HaloExecution):
 
 
 GCN2Conv, GCNConv, SAGEConv = DistGCN2Conv, DistGCNConv, DistSAGEConv
+DISTRIBUTED: dict[type, type]  # by PyG's class
 
 if not TYPE_CHECKING:  # type checkers know the classes above, and the rest as Any
     # A class of each layer, under its own name and under PyG's: those above, and one made of
@@ -395,25 +396,18 @@ if not TYPE_CHECKING:  # type checkers know the classes above, and the rest as A
             _bases = _MadeLayer, getattr(pyg, _name)
             globals()[_ours] = type(_ours, _bases, {"__module__": __name__})
         globals()[_name] = globals()[_ours]
+    DISTRIBUTED = {getattr(pyg, name): globals()[name] for name in __all__}
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
-DISTRIBUTED: dict[type, type] = {
-    pyg.GCNConv: DistGCNConv,
-    pyg.GCN2Conv: DistGCN2Conv,
-    pyg.GroupAddRev: DistGroupAddRev,
-    pyg.HANConv: DistHANConv,
-    pyg.HGTConv: DistHGTConv,
-    pyg.SAGEConv: DistSAGEConv,
-}
 LINKED = DistGCNConv, DistGCN2Conv, DistSAGEConv, HaloConv, HaloExecution
 
 
 def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
     """Makes the layers of a model distributed, in place, sharing their parameters.
 
-    GCNConv, GCN2Conv and SAGEConv become DistGCNConv, DistGCN2Conv and DistSAGEConv, and
-    every other `MessagePassing` layer is wrapped in `HaloConv`. Norms, such as BatchNorm1d,
+    A layer of PyG gets the class of its name in `pyg_distcomm.nn`, as DistGCNConv, and a
+    script's own `MessagePassing` layer is wrapped in `HaloConv`. Norms, such as BatchNorm1d,
     are over the nodes of all ranks as they are. Names in `state_dict` do not change. Works
     on any module: PyG's `GCN`, `GraphSAGE`, `GAT`, `GIN`, `Sequential`, a custom class, or a
     single layer (whose converted form is returned).
@@ -475,5 +469,7 @@ def _distributed_layer(module: torch.nn.Module) -> torch.nn.Module:
         return module
     if type(module) in DISTRIBUTED:
         module.__class__ = DISTRIBUTED[type(module)]
+        if isinstance(module, _MadeLayer):
+            module.inspector = module.inspector  # past the class made here
         return module
     return HaloConv(module) if isinstance(module, pyg.MessagePassing) else module

@@ -25,7 +25,7 @@ from pyg_distcomm.comm.collectives import Axis, ring_words
 from pyg_distcomm.comm.mesh import Grid, alone
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.graph.topology import MultiplyOrder
-from pyg_distcomm.nn.halo_conv import HaloConv
+from pyg_distcomm.nn.halo_conv import HaloConv, HaloExecution
 from pyg_distcomm.nn.layers import convert
 from pyg_distcomm.sharded.agreement import in_backward
 from pyg_distcomm.sharded.constants import key_of
@@ -101,8 +101,22 @@ class RunRecorder:
     def watch(self, model: Module) -> None:
         """Follows the modules of a model."""
         for part in model.modules():
-            part.register_forward_pre_hook(self._enter, with_kwargs=True)
-            part.register_forward_hook(self._leave)
+            if isinstance(part, HaloExecution):  # which sends rows before its hooks run
+                part.__class__ = self._watched(type(part))
+            else:
+                part.register_forward_pre_hook(self._enter, with_kwargs=True)
+                part.register_forward_hook(self._leave)
+
+    def _watched(self, kind: Any) -> type:
+        """Returns a class of layers that tells when they begin and end."""
+
+        def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._enter(layer, args, kwargs)
+            out = kind.__call__(layer, *args, **kwargs)
+            self._leave(layer, args, out)
+            return out
+
+        return type(kind.__name__, (kind,), {"__call__": call})
 
     def _enter(self, module: Module, args: tuple[Any, ...], kwargs: Any) -> None:
         outer = is_layer(module) and not any(map(is_layer, self.stack))
@@ -173,7 +187,8 @@ class RunRecorder:
             )
 
     def _miss(self, what: str) -> None:
-        self.missing.append(what.format(type(bare(self.stack[-1])).__name__))
+        name = type(bare(self.stack[-1])).__name__.removeprefix("Dist")
+        self.missing.append(what.format(name))
 
     def note_operator(self) -> None:
         """Records that the layer multiplies by a matrix of all edges."""

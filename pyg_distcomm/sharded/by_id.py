@@ -92,8 +92,9 @@ def _indices(given: Any) -> list[Any]:
 @rule(aten.index.Tensor)
 def index(func: Any, args: Any, kwargs: Any) -> Any:
     """Selects rows by a mask, or reads them by ids, with other indices beside these."""
-    x, given = args[0], _indices(args[1])
+    x, given = args
     compare_call(_mesh_of(x, *given), x, *given)
+    given = _indices(given)
     used = [i for i, v in enumerate(given) if v is not None]
     first, v = used[0], given[used[0]]
     if len(used) == 1 and v.dtype == torch.bool and (merged := _merged(x, first, v)):
@@ -362,9 +363,10 @@ def _sums_of_owners(y: Tensor, ids: Ids, rows: Rows) -> Tensor:
 @rule(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     """Writes, or adds, to rows that a mask keeps or that ids name."""
-    x, given, value = args[0], _indices(args[1]), args[2]
+    x, given, value = args[:3]
     add = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     compare_call(_mesh_of(x, *given, value), x, *given)
+    given = _indices(given)
     used = [i for i, v in enumerate(given) if v is not None]
     d, v = used[0], given[used[0]]
     mutable, found = func._schema.is_mutable, None
