@@ -27,7 +27,7 @@ class Transformer(torch.nn.Module):
 
 
 def by_hand(model):
-    """Wraps layer by layer what `pdc.convert(model)` would wrap at once."""
+    """Wraps layer by layer, in place of `pdc.convert(model)`."""
     model.conv1, model.conv2 = HaloConv(model.conv1), HaloConv(model.conv2)
     return model
 
