@@ -304,7 +304,7 @@ def test_parts_of_layers_that_mix_rows_switch_trimming_off():
         return pyg.GINConv(torch.nn.Sequential(*parts))
 
     wanted, ours = pair(Stack(layer))
-    agree_at_seeds(ours, wanted, "off: GINConv", batch_size=4)
+    agree_at_seeds(ours, wanted, "off: DistGINConv", batch_size=4)
     agree_at_seeds(ours.eval(), wanted.eval(), batch_size=4)
 
 
@@ -312,7 +312,7 @@ def test_parts_of_layers_that_mix_rows_switch_trimming_off():
     ("layer", "name"),
     [
         (LAYERS["pna-like"], "SAGEConv"),
-        (lambda: pyg.EdgeConv(torch.nn.Linear(2 * WIDTH, 7)), "EdgeConv"),
+        (lambda: pyg.EdgeConv(torch.nn.Linear(2 * WIDTH, 7)), "DistEdgeConv"),
     ],
 )
 def test_layers_that_are_not_trimmed_are_named(layer, name):
