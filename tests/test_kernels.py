@@ -147,7 +147,7 @@ def test_products_of_heads_are_those_of_each_head(f):
         scores = agree("sddmm", rowptr, col, out, x, atol=1e-2, rtol=1e-4)
         start = torch.ones_like(out)
         more = kernels.spmm(rowptr, col, value, x, start.clone(), accumulate=True)
-        torch.testing.assert_close(more, start + out, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(more, start + out, atol=1e-3, rtol=1e-4)
         for h in range(3):
             alone = kernels.spmm(rowptr, col, value[:, h], x[:, h])
             assert torch.equal(out[:, h], alone)
