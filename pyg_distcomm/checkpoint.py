@@ -516,11 +516,7 @@ def _links_of(link: Links, states: Any) -> list[tuple[LinkPolicy, dict[str, Any]
     Raises:
         ValueError: if the links differ from those that were saved.
     """
-    links, named = _named_links(link), states.get("relations", {})
-    if "epoch" not in named:  # no state of a relation of that name
-        states = named or states
-    if isinstance(states.get("epoch"), int):  # one link, as earlier versions saved it
-        states = {_ALL: states}
+    links = _named_links(link)
     saved, given = (
         _ALL if _ALL in names else f"links of {list(names)}"
         for names in (states, links)

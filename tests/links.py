@@ -8,7 +8,6 @@ import worlds
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
-from pyg_distcomm import checkpoint
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import Cast, Chain, ColumnMask, Plain, Quantise, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
@@ -18,17 +17,6 @@ from pyg_distcomm.nn import DistGCNConv
 WIDTHS = (7, 6, 5, 4)
 ONE = Quantise(1, "stochastic")
 OPS = ("halo", "halo_reduce", "all_gather", "reduce_scatter")
-
-
-def as_earlier_versions(folder, mesh):
-    """Writes the links of a checkpoint in the form that they had in earlier versions."""
-    file = folder / f"link.{mesh.rank}.pt"
-    states = torch.load(file)
-    torch.save({"relations": states} if len(states) > 1 else states.popitem()[1], file)
-    collectives.barrier(mesh.world)
-    if mesh.rank == 0:
-        checkpoint._seal(folder)
-    collectives.barrier(mesh.world)
 
 
 class Net(torch.nn.Module):

@@ -423,7 +423,7 @@ def other():
         process.kill()
 
 
-@pytest.mark.parametrize("state", ["writing", "old", "ready"])
+@pytest.mark.parametrize("state", ["writing", "old"])
 def test_what_a_living_writer_has_beside_stays(written, state, other):
     out, data, partition = written
     host = socket.gethostname()

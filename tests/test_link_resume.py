@@ -8,7 +8,7 @@ import tiers
 import torch
 import torch.nn.functional as F
 import worlds
-from links import LINKS, Dropping, Net, as_earlier_versions, moved
+from links import LINKS, Dropping, Net, moved
 from problems import GRAPHS
 
 import pyg_distcomm as pdc
@@ -68,8 +68,6 @@ def resumed(name, grid, folder):
     train(share, net, optimizer, link, 4)
     pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
     want = train(share, net, optimizer, link, 3)
-    if name == "skipped":
-        as_earlier_versions(folder, mesh)
     share, net, optimizer = begin(mesh, "random")
     link = make(name)
     pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)

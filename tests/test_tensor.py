@@ -341,6 +341,21 @@ def test_rows_alone_are_exact_without_a_gather(size):
     worlds.run(_check_table, size, "WITHIN", "empty_rank")
 
 
+class Steps(nn.LSTM):
+    def forward(self, x):
+        return super().forward(cube(x))[0][:, -1]
+
+
+@worlds.on(3)
+def test_an_lstm_of_each_row_gathers_none():
+    """In float32, for which torch has a fused layer."""
+    data, share = _share("empty_rank")
+    net = _seeded(Steps, 7, 4, 2, batch_first=True, bidirectional=True).float()
+    got, want = (alike.learnt(net, x.float()) for x in (share.x, data.x))
+    assert "gather" not in share.x.rows.mesh.ledger.table()
+    alike.same(got, want, rtol=1e-4, atol=1e-5)
+
+
 ORDERS = (0, 0.5, -1, 1.5, 3, -math.inf)
 NORMS = {
     "norm": lambda x, p: torch.norm(x, p),

@@ -582,9 +582,8 @@ def _fits(conv: Any, kind: type, *given: Any) -> bool:
 
 # takes a layer, its edges, sources and targets, and what `_edge_terms` returns; returns
 # scores [e, H], and rows [n, H, C]
-Scores = Callable[
-    [Any, GroupedEdges, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]
-]
+Pair = tuple[Tensor, Tensor]
+Scores = Callable[[Any, GroupedEdges, Pair, Tensor | None], Pair]
 
 
 def is_attention(conv: Any, given: dict[str, Any]) -> bool:
@@ -749,7 +748,7 @@ def run_attention(
     edges = edges.prefix(edges.num_targets, len(source))
     terms = None if terms is None else terms[: edges.pattern.nnz]
     with parametrize.cached():  # PyG's code reads each weight once
-        scores, rows = _SCORES[kind](conv, edges, source, target, terms)
+        scores, rows = _SCORES[kind](conv, edges, (source, target), terms)
     share = softmax_of(edges, scores)
     if conv.training and conv.dropout:
         loops = bool(getattr(conv, "add_self_loops", False))
@@ -781,13 +780,8 @@ def _of_edges(conv: Any) -> Tensor:
     return weight.view(conv.heads, conv.out_channels, -1)
 
 
-def _gat(
-    conv: Any,
-    edges: GroupedEdges,
-    source: Tensor,
-    target: Tensor,
-    terms: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _gat(conv: Any, edges: GroupedEdges, ends: Pair, terms: Tensor | None) -> Pair:
+    source, target = ends
     of_source, of_target = _ends_of(conv)
     scores = ends_added(
         edges,
@@ -805,13 +799,8 @@ def _folded(weight: Tensor, attention: Tensor) -> Tensor:
     return torch.einsum("hcf,hc->hf", weight.view(heads, width, -1), attention[0])
 
 
-def _gatv2(
-    conv: Any,
-    edges: GroupedEdges,
-    source: Tensor,
-    target: Tensor,
-    terms: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _gatv2(conv: Any, edges: GroupedEdges, ends: Pair, terms: Tensor | None) -> Pair:
+    source, target = ends
     rows, of_target = _heads(conv, conv.lin_l(source)), _heads(conv, conv.lin_r(target))
     given = conv.att[0], conv.negative_slope
     if terms is None:
@@ -822,19 +811,10 @@ def _gatv2(
     return pair_scores(edges.each, of_target, _heads(conv, both), *given), rows
 
 
-def _transformer(
-    conv: Any,
-    edges: GroupedEdges,
-    source: Tensor,
-    target: Tensor,
-    terms: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    query, key = (
-        _heads(conv, conv.lin_query(target)),
-        _heads(conv, conv.lin_key(source)),
-    )
-    query = query / math.sqrt(conv.out_channels)
-    scores = dots(edges, query, key)
+def _transformer(conv: Any, edges: GroupedEdges, ends: Pair, terms: Any) -> Pair:
+    source, target = ends
+    query = _heads(conv, conv.lin_query(target)) / math.sqrt(conv.out_channels)
+    scores = dots(edges, query, _heads(conv, conv.lin_key(source)))
     if terms is not None:
         query = torch.einsum("mhc,hcd->mhd", query, _of_edges(conv))
         scores = scores + dots(edges.each, query, _for_heads(conv, terms))

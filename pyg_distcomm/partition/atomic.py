@@ -31,8 +31,7 @@ from typing import IO, Any, cast
 import torch
 
 _FORGOTTEN = 86400.0  # seconds after which another host's unfinished folder is removed
-# "ready" was a state of earlier versions: a new folder before it was exchanged
-_BEHIND = re.compile(r"\.(writing|ready|old)-(.+)-(\d+)-[0-9a-f]{8}")
+_BEHIND = re.compile(r"\.(writing|old)-(.+)-(\d+)-[0-9a-f]{8}")
 _AT_CWD, _EXCHANGE = -100, 2  # arguments of renameat2
 
 
@@ -92,11 +91,11 @@ def newest(place: Path, ended: bool = False) -> Path | None:
     With `ended`, only those of ended writers count: a running one may be about to rename it.
     """
     left = [
-        (name[1] == "ready", _written_at(path), path)
+        (_written_at(path), path)
         for path, name in leftovers(place).items()
-        if name[1] != "writing" and (not ended or _writer_has_ended(path, name))
+        if name[1] == "old" and (not ended or _writer_has_ended(path, name))
     ]
-    return max(left)[2] if left else None
+    return max(left)[1] if left else None
 
 
 def _writer_has_ended(left: Path, name: re.Match[str]) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import decomposition_table
 
@@ -404,6 +405,29 @@ def _meets(a: Any, like: DistTensor) -> bool:
     if type(a) is DistTensor:
         return a.rows.count == like.rows.count and a.dim_ == like.dim_
     return a.dim() == like.dim() and a.size(like.dim_) == like.rows.count
+
+
+@rule(aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default)
+def recurrent(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a layer of an LSTM on own rows of its sequences `[time, rows, f]`, and of states."""
+    x, backward = args[0], "backward" in func._schema.name
+    plain_ones = [1, 2, 3, 4, len(args) - 1]  # weights, and what torch keeps between
+    apart = any(isinstance(args[i], (DistTensor, PartialSum)) for i in plain_ones)
+    if type(x) is not DistTensor or x.dim_ != 1 or apart:
+        return whole.apply(func, args, kwargs)
+    own, rows, empty = list(args), x.rows, not len(x.rows)
+    for i, a in enumerate(args):
+        if isinstance(a, Tensor) and i not in plain_ones:
+            part = local_at(a, rows, a.dim() - 2)
+            own[i] = F.pad(part, (0, 0, 0, 1)) if empty else part.contiguous()
+    found = list(computed(func, *own))
+    for i, part in enumerate(found):
+        if backward and i in plain_ones:
+            found[i] = summed_over_ranks(part, rows.mesh)
+        elif backward or i < 3:
+            part = part.narrow(-2, 0, 0) if empty else part
+            found[i] = DistTensor(part, rows, part.dim() - 2)
+    return tuple(found)
 
 
 # ops that remove dimensions, or add some where they are named
