@@ -117,6 +117,7 @@ LAYERS = {
     "gin": lambda: pyg.GINConv(torch.nn.Linear(WIDTH, 7), train_eps=True),
     "gat": lambda: pyg.GATConv(WIDTH, 4, heads=3),
     "gat mean": lambda: pyg.GATConv(WIDTH, 4, heads=2, concat=False, residual=True),
+    "gat dropout": lambda: pyg.GATConv(WIDTH, 4, heads=2, dropout=1e-15),
     "gat no loops": lambda: pyg.GATConv(WIDTH, 4, heads=2, add_self_loops=False),
     "gatv2": lambda: pyg.GATv2Conv(WIDTH, 4, heads=3, share_weights=True),
     "transformer": lambda: pyg.TransformerConv(WIDTH, 4, heads=2, beta=True),
@@ -205,7 +206,9 @@ def test_layers_of_a_minibatch_equal_pygs(name, dtype, runs):
 
 @tiers.parametrize(
     ("name", "kind"),
-    itertools.product(["sage mean", "gcn", "graph", "gat", "gat no loops"], SAMPLES),
+    itertools.product(
+        ["sage mean", "gcn", "graph", "gat dropout", "gat no loops"], SAMPLES
+    ),
     slice(0, None, 2),
 )
 def test_trimmed_models_equal_pygs_for_the_seeds(name, kind):

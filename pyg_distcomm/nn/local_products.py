@@ -753,7 +753,9 @@ def run_attention(
     if conv.training and conv.dropout:
         loops = bool(getattr(conv, "add_self_loops", False))
         rows_of_edges = adjacency.derived.get(("rows", loops))  # see `note_rows`
-        share = _dropped(edges, share, conv.dropout, rows_of_edges)
+        inverse = every.inverse if edges.pattern.nnz == every.pattern.nnz else None
+        share = _dropped(share, conv.dropout, rows_of_edges, inverse)
+        share = share if inverse is None else every.in_order(share)
     out = multiply(edges, share, rows)
     if terms is not None and kind is pyg.TransformerConv:
         sums = multiply(edges.each, share, _for_heads(conv, terms))
@@ -832,16 +834,15 @@ def _skipped(conv: Any, out: Tensor, target: Tensor) -> Tensor:
     return beta * own + (1 - beta) * out
 
 
-def _dropped(edges: GroupedEdges, share: Tensor, p: float, rows: Rows | None) -> Tensor:
-    """Applies dropout in the original order of the edges, as PyG draws it."""
-    if edges.inverse is not None:
-        share = share.index_select(0, edges.inverse)
+def _dropped(
+    share: Tensor, p: float, rows: Rows | None, inverse: Tensor | None
+) -> Tensor:
+    """Applies dropout to all edges in their original order, as PyG draws it, or to a part."""
+    share = share if inverse is None else share.index_select(0, inverse)
     if rows is None:
-        share = F.dropout(share, p)
-    else:
-        spread: Any = F.dropout(DistTensor.from_local(share, rows), p)
-        share = spread.to_local()
-    return share if edges.order is None else edges.in_order(share)
+        return F.dropout(share, p)
+    spread: Any = F.dropout(DistTensor.from_local(share, rows), p)
+    return spread.to_local()  # type: ignore[no-any-return]
 
 
 _FILLS = ("mean", "add")  # of self-loops
