@@ -242,6 +242,7 @@ def test_trimming_computes_fewer_rows(monkeypatch):
     hops = torch.tensor(batch.num_sampled_nodes).cumsum(0).tolist()
     assert rows == [n] * 3 + 2 * hops[2::-1]  # the first pass is repeated
     assert type(out[:5]) is torch.Tensor
+    model.convs[0](batch.x, batch.edge_index)  # what others make of the batch is theirs
     assert pdc.nn.trimming_of(model) == "on"
     assert pdc.nn.trimming_of(model.eval()) == "not yet known"
     assert "trim=True" in pdc.nn.trimming_of(pdc.convert(model, trim=False))

@@ -222,7 +222,6 @@ class SampledBatch:
     sizes: dict[Any, int]
     seeds: dict[Any, int]
     relations: list[tuple[Any, Any, weakref.ref[Tensor]]] = field(default_factory=list)
-    read_by: Any = None  # weakly, what is known of the models that have read it
     _read: list[dict[Any, int]] = field(default_factory=list)
 
     def rows(self, depth: int) -> dict[Any, int] | None:

@@ -403,18 +403,12 @@ def call(
     if now is not None and (_is_replayed() or torch.is_grad_enabled() != now.graded):
         now.mode.block("a layer runs under checkpointing")
     if now is None or batch is None or adjacency is None or now.mode.blocked:
-        if batch is not None and now is None and batch.read_by is not None:
-            for mode in batch.read_by:
-                mode.block("a layer runs outside of its model's forward")
         return _on_all(compute, source, target)
     sizes = [batch.sizes[kind] for kind in adjacency.ends]
     found = [None if t is None else _total(t) for t in (source, target)]
     own = all(t.origin.mode is now.mode for t in tracked)
     if not own or found[0] != sizes[0] or found[1] not in (None, sizes[1]):
         return _on_all(compute, source, target)
-    if batch.read_by is None:
-        batch.read_by = weakref.WeakSet()
-    batch.read_by.add(now.mode)
     at = len(now.calls)
     now.calls.append(frozenset().union(*(t.origin.calls for t in tracked)))
     first = batch.rows(0)
