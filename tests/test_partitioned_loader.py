@@ -72,7 +72,7 @@ def of_papers(**options):
 
 
 EARLY = torch.rand(60, generator=torch.Generator().manual_seed(2))
-SEEDS = {"input_nodes": torch.arange(60)}
+TIMED = {"input_nodes": torch.arange(60), "time_attr": "edge_time"}
 # the graph, and options: those of a graph are a function, of the share where it is `own`
 NODES = {
     "own mask": (rich, masked),
@@ -91,15 +91,10 @@ NODES = {
     "weighted labor": (rich, {"weight_attr": "weight", "draws": "labor"}),
     "node times": (rich, {"time_attr": "time"}),
     "latest": (rich, {"time_attr": "time", "temporal_strategy": "last"}),
-    "edge times": (rich, {**SEEDS, "input_time": EARLY, "time_attr": "edge_time"}),
+    "edge times": (rich, {**TIMED, "input_time": EARLY}),
     "edge times, weighted": (
         rich,
-        {
-            **SEEDS,
-            "input_time": EARLY + 1,
-            "time_attr": "edge_time",
-            "weight_attr": "weight",
-        },
+        {**TIMED, "input_time": EARLY + 1, "weight_attr": "weight"},
     ),
     "times, labor": (rich, {"time_attr": "time", "draws": "labor"}),
     "types": (hetero, {"input_nodes": ("paper", torch.arange(30))}),
@@ -134,7 +129,7 @@ NODES = {
 
 
 def pairs(d):
-    return {"edge_label_index": d.edge_index[:, ::3]}
+    return {"edge_label_index": d.edge_index[:, ::3], "batch_size": 25}
 
 
 def paired(**options):
@@ -181,7 +176,10 @@ LINKS = {
     "bidirectional": (graph, paired(subgraph_type="bidirectional")),
     "times": (rich, timed_pairs),
     "times, negatives": (rich, lambda d: {**timed_pairs(d), "neg_sampling": "binary"}),
-    "types": (hetero, {"edge_label_index": WRITES, "neg_sampling": "binary"}),
+    "types": (
+        hetero,
+        {"edge_label_index": WRITES, "neg_sampling": "binary", "batch_size": 30},
+    ),
     "one type": (
         hetero,
         lambda d: {
