@@ -591,7 +591,7 @@ ONE_WRONG = (
         masked,
         r"the same input_nodes: it is .* and rows of the share on rank 1",
     ),
-    (KINDS[1:2], {}, pairs(graph()), "edge_label_index"),
+    (KINDS[1:2], {}, {"edge_label_index": graph().edge_index}, "edge_label_index"),
     (KINDS[1:2], {}, {"neg_sampling": "foo"}, "'foo' is not a valid"),
     (
         KINDS[1:2],
