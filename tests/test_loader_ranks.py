@@ -498,10 +498,9 @@ def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
             for _ in range(1 + (name == "GCN")):
                 got = model.inference(loader, cache=cache)
                 torch.testing.assert_close(whole(got), want)
-            rounds = -(-60 // 16)
-            assert len(loader) == len(list(loader)) == rounds
-            apart = load(given, split=True)
-            assert len(list(apart)) == -(-rounds // mesh.size)
+    rounds = -(-60 // 16)
+    assert len(loader) == len(list(loader)) == rounds
+    assert len(list(load(given, split=True))) == -(-rounds // mesh.size)
 
 
 @pytest.mark.parametrize("partitioned", [False, True])
