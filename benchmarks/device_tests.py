@@ -60,7 +60,7 @@ FIRST = (
     ("test_embedding.py::test_full_graph_training_is_that_of_one_process", 1),
     ("test_checkpoint.py::test_a_resumed_run_is_the_straight_one_bit_for_bit", 1),
     ("test_pipeline.py::test_one_chunk_is_the_full_graph", 2),
-    ("test_step_relations.py::test_relations_of_hetero_conv_are_trimmed", 1),
+    ("test_step_relations.py::test_relations_are_trimmed", 1),
     ("test_tensor.py::test_losses_are_global_means", 1),
     # every kernel and codec once, which takes longest
     ("test_devices.py::test_on_cuda", 1),

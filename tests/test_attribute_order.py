@@ -3,10 +3,8 @@
 import copy
 import os
 import pickle
-import socket
 import subprocess
 import sys
-from contextlib import closing
 
 import pytest
 import tiers
@@ -19,7 +17,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.loader import NeighborLoader, TemporalDataLoader
 
-RANKED = "RANK", "LOCAL_RANK", "PYTHONHASHSEED"
 NAMES = "zeta alpha mid beta omega pi".split()
 ENDS = [("b", "of", "a"), ("a", "to", "c"), ("c", "by", "b")]
 
@@ -171,28 +168,25 @@ def on_ranks_with_hash_seeds():
 
 
 @pytest.mark.subprocess
+@worlds.on(1, worlds.anew)
 def test_ranks_whose_strings_hash_apart_list_alike():
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    given = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env=os.environ | given | dict.fromkeys(RANKED, rank),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in "01"
-    ]
+    """Rank 1 is a Python of its own: those of a pool are forks, whose strings hash alike."""
+    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    ranked = {"RANK": "1", "LOCAL_RANK": "1", "PYTHONHASHSEED": seed}
+    other = subprocess.Popen(
+        [sys.executable, __file__],
+        env=os.environ | ranked,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
-        for rank in ranks:
-            told, _ = rank.communicate(timeout=300)
-            assert rank.returncode == 0, told
+        on_ranks_with_hash_seeds()
+        told, _ = other.communicate(timeout=300)
+        assert other.returncode == 0, told
     finally:
-        for rank in ranks:
-            rank.kill()
+        other.kill()
 
 
 if __name__ == "__main__":

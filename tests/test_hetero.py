@@ -555,7 +555,7 @@ def test_relations_go_by_links_of_their_own(kind, option):
         share = pdc.partition(data, mesh, "random", link=given)
         model = pdc.convert(model_of(data, kind, option))
         mesh.ledger.reset()
-        losses = train(model, share, few, steps=4)[0]
+        losses = train(model, share, few)[0]
         assert all(math.isfinite(loss) for loss in losses)
         sent[name] = mesh.ledger.bytes()
     assert sent["all"] < sent["some"] < sent["exact"]

@@ -214,10 +214,11 @@ def test_feature_and_graph_stores():
         assert pairs.numel() > 0
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.float16, torch.float64, torch.complex64]
+@tiers.cover(
+    ("columns", "dtype"),
+    [(), (1,), (3,), (2, 4), (0,)],
+    [torch.bool, torch.uint8, torch.float16, torch.float64, torch.complex64],
 )
-@pytest.mark.parametrize("columns", [(), (1,), (3,), (2, 4), (0,)])
 def test_features_of_any_type(dtype, columns):
     data = graph()
     flat = torch.randint(0, 2, (1 + data.x.new_empty(60, *columns).numel(),))

@@ -54,14 +54,16 @@ def contents(batch):
 # Dealing, cut or not, resumed ----------------------------------------------------------
 
 
-@tiers.parametrize("size", [1, 2, 3, 4], [2, 3])
+ON_2, ON_3 = "shadow classes links".split(), "clusters saint_nodes types layers".split()
+
+
 @tiers.parametrize(
-    "kind",
-    LOADERS,
-    ["clusters", "shadow", "saint_nodes", "classes", "types", "links", "layers"],
+    ("size", "kind"),
+    itertools.product([1, 2, 3, 4], LOADERS),
+    [*((2, kind) for kind in ON_2), *((3, kind) for kind in ON_3)],
 )
 @worlds.on()
-def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(kind, size):
+def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(size, kind):
     mesh, data, make = worlds.mesh(), graph_of(kind), LOADERS[kind]
     alone, share = make(data, seed=3, split=False), share_of(data, mesh)
     dropped = make(data, seed=3, even_batches="drop")
@@ -122,7 +124,9 @@ def test_split_lists_stay_split_and_come_out_even(shuffle):
         assert set(seeds) <= set(own)
 
 
-def _distributed_sampler():
+@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@worlds.on()
+def test_a_distributed_sampler_is_followed(size):
     mesh = worlds.mesh()
     sampler = DistributedSampler(
         range(60), num_replicas=mesh.size, rank=mesh.rank, shuffle=False
@@ -132,13 +136,8 @@ def _distributed_sampler():
     assert len(found) == len(loader)
     seeds = torch.cat([b.input_id for b in found])
     assert torch.equal(seeds, torch.arange(mesh.rank, 60, mesh.size))
-    return found[0].e_id.tolist()
-
-
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
-def test_a_distributed_sampler_is_followed(size):
-    found = worlds.run(_distributed_sampler, size)
-    assert all(found[0] != other for other in found[1:])
+    drawn = collectives.all_gather_object(found[0].e_id.tolist(), mesh.world)
+    assert all(drawn[0] != other for other in drawn[1:])
 
 
 @worlds.on(3)
@@ -269,28 +268,25 @@ def test_rules_that_differ_by_rank_are_refused():
     assert rule_name(UserRule(_to_the(3.0))) == rule_name(UserRule(_to_the(3.0)))
 
 
-def _rank_zeros_seed():
-    torch.manual_seed(worlds.mesh().rank)
-    loader = nodes(seed=None)
-    seeds = torch.cat([b.input_id for b in loader if not b.padding])
-    return loader.seed, seeds
-
-
+@worlds.on(2)
 def test_without_a_seed_rank_zeros_is_taken():
-    found = worlds.run(_rank_zeros_seed, 2)
+    mesh = worlds.mesh()
+    torch.manual_seed(mesh.rank)
+    loader = nodes(seed=None)
+    seeds = [k for b in loader if not b.padding for k in b.input_id.tolist()]
+    found = collectives.all_gather_object((loader.seed, seeds), mesh.world)
     assert found[0][0] == found[1][0]
-    seeds = torch.cat([s for _, s in found])
-    assert torch.equal(seeds.sort().values, torch.arange(60))
+    assert sorted(found[0][1] + found[1][1]) == [*range(60)]
 
 
 # States --------------------------------------------------------------------------------
 
 
-def _begun(rounds):
+def _begun():
     worlds.mesh()
     loader = nodes(batch_size=4)
     list(loader)
-    for _, _batch in zip(range(rounds), loader, strict=False):
+    for _, _batch in zip(range(4), loader, strict=False):
         pass
     return loader.state_dict()
 
@@ -318,7 +314,7 @@ def _gone_on(state):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_epoch_of_two_ranks_goes_on_with_others(size):
-    states = worlds.run(_begun, 2, 4)
+    states = worlds.run(_begun, 2)
     assert states[0] == states[1]
     assert (states[0]["epoch"], states[0]["batches"]) == (1, 8)
     found = worlds.run(_gone_on, size, states[0])
@@ -502,13 +498,14 @@ def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
             for _ in range(1 + (name == "GCN")):
                 got = model.inference(loader, cache=cache)
                 torch.testing.assert_close(whole(got), want)
-            rounds = -(-60 // 16)
-            assert len(loader) == len(list(loader)) == rounds
-            apart = load(given, split=True)
-            assert len(list(apart)) == -(-rounds // mesh.size)
+    rounds = -(-60 // 16)
+    assert len(loader) == len(list(loader)) == rounds
+    assert len(list(load(given, split=True))) == -(-rounds // mesh.size)
 
 
-def _layers_on_one_rank_only(partitioned):
+@pytest.mark.parametrize("partitioned", [False, True])
+@worlds.on(2, worlds.anew)
+def test_a_loader_is_of_inference_on_all_ranks_or_on_none(partitioned):
     mesh = worlds.mesh()
     data = graph()
     seeds = torch.arange(data.num_nodes)
@@ -516,10 +513,5 @@ def _layers_on_one_rank_only(partitioned):
     data = pdc.partition(data, mesh) if partitioned else data
     options = {"input_nodes": seeds, "even_batches": "drop", "batch_size": 9}
     loader = made(NeighborLoader, [-1])(data, **options)
-    return sum(1 for _ in loader)
-
-
-@pytest.mark.parametrize("partitioned", [False, True])
-def test_a_loader_is_of_inference_on_all_ranks_or_on_none(partitioned):
-    counts = worlds.anew(_layers_on_one_rank_only, 2, partitioned)
+    counts = collectives.all_gather_object(len(list(loader)), mesh.world)
     assert len(set(counts)) == 1

@@ -88,21 +88,25 @@ CASES = [
 
 
 @tiers.parametrize("size", [1, 2], [2])
-@pytest.mark.parametrize(
-    ("name", "cutter"),
+@tiers.parametrize(
+    ("name", "cutter", "step"),
     [
-        ("directed", "random"),
-        tiers.rarely("loops_and_copies", "no_train"),
-        tiers.rarely("star", "lopsided"),
-        ("isolated", "empty_rank"),
+        ("directed", "random", 1),
+        ("isolated", "empty_rank", 3),
+        ("isolated", "empty_rank", 1),
+        ("loops_and_copies", "no_train", 1),
+        ("star", "lopsided", 1),
     ],
+    slice(2),
 )
 @worlds.on()
-def test_minibatches_of_all_neighbours_add_up_to_the_full_gradient(name, cutter, size):
+def test_minibatches_of_all_neighbours_add_up_to_the_full_gradient(
+    name, cutter, step, size
+):
     mesh, data = worlds.mesh(), rounded(name)
     share = pdc.partition(data, mesh, owners(cutter, data, size))
     total = int(data.train_mask.sum())
-    for kind, options in CASES:
+    for kind, options in CASES[::step]:
         net = network(kind)
         model = pdc.replicate(net, mesh)
         for batch in everything(kind, share, **options):

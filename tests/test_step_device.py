@@ -83,12 +83,6 @@ def step(model, x, *args):
     return graded(model.eval(), None, *args, x=x)
 
 
-def there(name, data, place):
-    """PyG's layer, and ours with its inputs on a device."""
-    wanted, ours = pair(LAYERS[name]().double())
-    return wanted, ours.to(place), data.x.to(place), data.edge_index.to(place)
-
-
 @builds
 @tiers.parametrize(
     "names",
@@ -100,7 +94,8 @@ def test_layers_equal_pygs_and_wait_for_nothing(names):
     data = graph()
     with device() as place:
         for name in names:
-            wanted, ours, x, edges = there(name, data, place)
+            wanted, ours = pair(LAYERS[name]().double())
+            ours, x, edges = ours.to(place), data.x.to(place), data.edge_index.to(place)
             want = step(wanted, data.x, data.edge_index)
             for _ in range(2):  # by PyG's path, then by products
                 same(step(ours, x, edges), want, place)
