@@ -9,6 +9,7 @@ import worlds
 from problems import GRAPHS, owners
 
 import pyg_distcomm as pdc
+from pyg_distcomm.comm import collectives
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9, "equal_nan": True}
 
@@ -55,6 +56,15 @@ def same(got, want, what="", **close):
             same(*pair, f"{what} {k}", **close)
     else:
         assert got == want, what
+
+
+def once(mesh, names, make):
+    """Computes a value for each name on one of the ranks, and returns all on all ranks."""
+    mine = {
+        name: places.home(make(name)) for name in list(names)[mesh.rank :: mesh.size]
+    }
+    every = collectives.all_gather_object(mine, mesh.world)
+    return {name: value for found in every for name, value in found.items()}
 
 
 def learnt(layer, x, *more):

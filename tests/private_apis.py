@@ -15,11 +15,11 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numba
 import torch
+from house_metrics import HERE, modules
 from torch.distributed.fsdp import _common_utils as fsdp
 from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.nn import MessagePassing
@@ -99,7 +99,6 @@ LISTED = {
     """,
 }
 
-HOUSE = Path(pyg_distcomm.__file__).parent
 ROOTS = ("torch", "torch_geometric", "numba", "llvmlite")
 PRIVATE = re.compile(r"_[a-zA-Z]\w*(?<!__)")
 # private by name, but of Python, of files that others write, endings of names of ours, or
@@ -137,22 +136,22 @@ def objects() -> dict[str, Any]:
 
 def touched() -> tuple[set[str], set[str]]:
     """The private names in the source, and those of them that are not the package's own."""
-    trees = [ast.parse(path.read_text()) for path in HOUSE.rglob("*.py")]
     theirs = {name for one in objects().values() for name in names_of(one)}
     of_modules = vars(objects()["torch.nn.Module"])  # which subclasses set, too
-    ours = set().union(*map(_defined, trees))
+    defined = {name: _defined(m.nodes) for name, m in modules(HERE).items()}
+    ours = set().union(*defined.values())
     every, foreign = set[str](), set(_overridden())
-    for tree in trees:
-        own, names = _defined(tree) - {*of_modules}, set(_named(tree))
+    for name, module in modules(HERE).items():
+        own, names = defined[name] - {*of_modules}, set(_named(module.nodes))
         foreign |= {n for n in names if n in theirs - own or n not in ours}
         every |= names
     return every | foreign, foreign - OTHERS
 
 
-def _defined(tree: ast.AST) -> set[str]:
+def _defined(nodes: list[ast.AST]) -> set[str]:
     """The names that a module gives to what it defines, or sets on objects."""
     names = set[str]()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.arg):
@@ -166,10 +165,10 @@ def names_of(value: Any) -> set[str]:
     return {*dir(value), *getattr(value, "__dict__", {})}
 
 
-def _named(tree: ast.AST) -> Iterator[str]:
+def _named(nodes: list[ast.AST]) -> Iterator[str]:
     """The private names that a module reads, imports, or has in strings."""
-    notes = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    notes = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             yield from filter(PRIVATE.fullmatch, [node.attr])
         if isinstance(node, ast.Import | ast.ImportFrom):

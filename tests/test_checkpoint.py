@@ -1,5 +1,7 @@
 """A run resumed from a checkpoint is the run that never stopped, on any rank count."""
 
+from functools import partial
+
 import alike
 import numpy as np
 import pytest
@@ -108,44 +110,38 @@ def _trained(run, epochs):
     return out
 
 
-def _sylvie():
-    return pdc.Sylvie(1)
-
-
-def _varco():
-    return pdc.VARCO(6, slope=1)
-
-
+SYLVIE, VARCO = partial(pdc.Sylvie, 1), partial(pdc.VARCO, 6, slope=1)
+# ranks, grid, model, link, and the epochs of 4 before the checkpoint
 RESUMED = [
     (2, (2, 1, 1), "GCN", None, 1),
-    (2, (2, 1, 1), "GraphSAGE", None, 4),
-    (2, (1, 2, 1), "GAT", None, 4),
-    (2, (2, 1, 1), "Dropping", _sylvie, 4),
-    (2, (2, 1, 1), "GCN", _varco, 4),
-    (2, (1, 2, 1), "GCN", None, 4),
+    (2, (2, 1, 1), "Dropping", SYLVIE, 2),
     (2, (1, 1, 2), "GraphSAGE", None, 1),
-    (4, (2, 2, 1), "GCN", None, 4),
-    (4, (4, 1, 1), "GCN", None, 4),
-    (8, (2, 2, 2), "GraphSAGE", None, 4),
-    (2, (2, 1, 1), "GAT", None, 4),
-    (4, (2, 2, 1), "GAT", _sylvie, 4),
-    (4, (2, 1, 2), "GIN", None, 4),
-    (2, (1, 2, 1), "GIN", _varco, 4),
+    (2, (2, 1, 1), "GraphSAGE", None, 2),
+    (2, (1, 2, 1), "GAT", None, 2),
+    (2, (2, 1, 1), "GCN", VARCO, 3),
+    (2, (1, 2, 1), "GCN", None, 3),
+    (4, (2, 2, 1), "GCN", None, 3),
+    (4, (4, 1, 1), "GCN", None, 2),
+    (8, (2, 2, 2), "GraphSAGE", None, 3),
+    (2, (2, 1, 1), "GAT", None, 3),
+    (4, (2, 2, 1), "GAT", SYLVIE, 3),
+    (4, (2, 1, 2), "GIN", None, 3),
+    (2, (1, 2, 1), "GIN", VARCO, 3),
 ]
 
 
-@tiers.parametrize(("size", "grid", "kind", "make_link", "at"), RESUMED, slice(0, 7, 3))
+@tiers.parametrize(("size", "grid", "kind", "make_link", "at"), RESUMED, slice(0, 3))
 @worlds.on()
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(
     tmp_path, size, grid, kind, make_link, at
 ):
-    want = _trained(_begun(grid, kind, make_link), 6)
+    want = _trained(_begun(grid, kind, make_link), 4)
     mesh, *run, link = _begun(grid, kind, make_link)
     _trained((mesh, *run, link), at)
     pdc.save_checkpoint(tmp_path / "ckpt", mesh, *run[1:], link=link)
     mesh, *run, link = _begun(grid, kind, make_link)
     pdc.load_checkpoint(tmp_path / "ckpt", mesh, *run[1:], link=link)
-    assert torch.equal(_trained((mesh, *run, link), 6 - at), want)
+    assert torch.equal(_trained((mesh, *run, link), 4 - at), want)
 
 
 def test_an_optimizer_of_another_model_is_refused(tmp_path):

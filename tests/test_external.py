@@ -2,17 +2,17 @@
 
 import gzip
 import re
-import subprocess
 import sys
-import textwrap
 import tracemalloc
 import zipfile
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tiers
 import torch
+import worlds
 from torch_geometric.data import Data
 
 from pyg_distcomm.cli import main
@@ -317,28 +317,23 @@ def test_the_command_takes_files(tmp_path, capsys):
     assert told in capsys.readouterr().err
 
 
-MEMORY = """
-import sys
-from pathlib import Path
-import numpy as np
-from pyg_distcomm.partition.external import partition_files
-def peak():  # not ru_maxrss, which a child inherits from its parent
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if "VmHWM" in line)
-home, n, m = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-small = home / "small.npy"
-np.save(small, np.random.default_rng(0).integers(0, 99, (2, 600000)))
-partition_files(small, home / "small", 4, num_nodes=99)
-before = peak()
-partition_files(
-    home / "big.npy", home / "big", 4, num_nodes=n, node_files={"x": home / "x.npy"}
-)
-print(peak() - before)
-"""
+def _grown(home, n):
+    """How much higher the peak of memory is for a large graph than for a small one."""
+
+    def peak():  # not ru_maxrss, which a child inherits from its parent
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if "VmHWM" in line)
+
+    small = home / "small.npy"
+    np.save(small, np.random.default_rng(0).integers(0, 99, (2, 600000)))
+    partition_files(small, home / "small", 4, num_nodes=99)
+    before, features = peak(), {"x": home / "x.npy"}
+    path = home / "big.npy"
+    partition_files(path, home / "big", 4, num_nodes=n, node_files=features)
+    return peak() - before
 
 
 @pytest.mark.exhaustive
-@pytest.mark.subprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_of_the_nodes_not_of_the_edges(tmp_path):
     """Peak memory above a small run's is below 320 bytes per node; files are 4 times that."""
@@ -350,13 +345,7 @@ def test_memory_is_of_the_nodes_not_of_the_edges(tmp_path):
     x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (n, width))
     x[:] = np.arange(n)[:, None]
     del big, x
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path), str(n), str(m)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    grown = int(run.stdout)
+    (grown,) = worlds.anew(_grown, 1, tmp_path, n)
     files = sum((tmp_path / name).stat().st_size for name in ("big.npy", "x.npy"))
     assert grown < 320 * n
     assert files > 4 * 320 * n

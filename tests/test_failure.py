@@ -288,11 +288,6 @@ def share_of(timeout, tell_after=1.5):
     return mesh, pdc.partition(GRAPHS["undirected"](), mesh, "random")
 
 
-def compute_until(stop):
-    while time.sleep(0.02) or time.monotonic() < stop:  # computes
-        pass
-
-
 def asks_alone(others):
     """Rank 0 asks alone; returns what each rank printed, its error, and those after it."""
     mesh, share = share_of(timeout=6)
@@ -315,7 +310,8 @@ def asks_alone(others):
             elif others[mesh.rank - 1] == "error":
                 with contextlib.suppress(TypeError):  # its own, which it handles
                     torch.ones(1).view("all")
-                compute_until(stop)
+                while time.sleep(0.02) or time.monotonic() < stop:  # computes
+                    pass
         except (RuntimeError, ValueError) as error:
             said.append(f"{type(error).__name__}: {error}")
         time.sleep(max(0.0, stop - time.monotonic()))
@@ -379,13 +375,9 @@ def test_one_line_is_printed_for_each_long_wait():
     assert told in second
 
 
-def monitors(size):
-    store = StoreMailbox(dist.HashStore())
-    return [FailureMonitor(store, rank, size, deadline=60.0) for rank in range(size)]
-
-
 def test_ranks_at_one_place_are_told_together():
-    watches = monitors(70)
+    store = StoreMailbox(dist.HashStore())
+    watches = [FailureMonitor(store, rank, 70, deadline=60.0) for rank in range(70)]
     wait = Wait(watches[3].places, "halo", 0)
     wait.question = watches[3].places.ask()
     for rank, watch in enumerate(watches):

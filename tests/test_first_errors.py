@@ -395,9 +395,3 @@ def test_parts_of_weights_are_refused():
         row(share.x)
     with pytest.raises(TypeError, match=r"tensor parallelism \(DTensor"):
         share.x @ row.weight.t()
-
-
-def test_pyg_layers_are_scripted_as_without_this_package():
-    assert pdc.init  # names of the package are loaded
-    for layer in (pyg.GCN(4, 4, 2), pyg.SAGEConv(4, 4), pyg.GCNConv(4, 4)):
-        torch.jit.script(layer)

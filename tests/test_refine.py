@@ -1,5 +1,7 @@
 """Refinement for the slowest rank, cuts for a grid, and their figures."""
 
+import itertools
+
 import numpy as np
 import problems
 import pytest
@@ -38,11 +40,9 @@ EDGES |= {
 }
 
 
-@pytest.mark.parametrize("name", EDGES)
-@pytest.mark.parametrize("num_parts", [2, 3, 12])
-@pytest.mark.parametrize("doublings", [0, 1, 3])
-def test_compiled_sweeps_equal_the_definition(name, num_parts, doublings):
-    edge_index, n = EDGES[name]
+@tiers.cover(("name", "how"), [*EDGES], [*itertools.product([2, 3, 12], [0, 1, 3])])
+def test_compiled_sweeps_equal_the_definition(name, how):
+    (edge_index, n), (num_parts, doublings) = EDGES[name], how
     owner = torch.randint(0, num_parts, (n,), generator=rng(4)).numpy()
     weight = node_weights(edge_index, (np.arange(n) % 3 == 0).astype(np.int64))
     carried = part_loads(owner, weight, num_parts)

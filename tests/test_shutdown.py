@@ -150,10 +150,6 @@ def test_a_slow_store_ends_no_wait_within_the_timeout(monkeypatch):
 # Meshes -----------------------------------------------------------------------------
 
 
-def _resources():
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
 def _meshes(count, how):
     """Makes meshes one after another; returns what the process held after some."""
     held = []
@@ -169,7 +165,7 @@ def _meshes(count, how):
             mesh.close()
             mesh.close()  # once more does nothing
         if k >= 4:
-            held.append(_resources())
+            held.append([len(os.listdir(f"/proc/self/{of}")) for of in ("task", "fd")])
     return held
 
 

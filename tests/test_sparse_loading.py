@@ -34,9 +34,8 @@ KINDS = ("nodes", "links", "layers", "shadow", "random", "saint_nodes")
 LABELS = {"edge_label_index": torch.arange(18).view(2, 9)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@tiers.cover(("cut", "kind"), [True, False], KINDS)
 @tiers.parametrize("layout", LAYOUTS, ["sparse_csr"])
-@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
 @worlds.on()
 def test_a_matrix_of_torch_loads(size, cut, layout, kind):

@@ -4,7 +4,6 @@ Where torch_scatter is not installed its operators are stood in for, by their de
 """
 
 import contextlib
-import itertools
 
 import alike
 import tiers
@@ -36,12 +35,12 @@ def _extreme(largest):
         if out is not None:
             best = out.movedim(dim, 0).clone()
         place = torch.full(best.shape, len(src))
-        for k in range(len(src)):
-            for at in itertools.product(*map(range, src.shape[1:])):
-                g = (int(index[(k, *at)]), *at)
-                value, old = src[(k, *at)], best[g]
-                if value > old if largest else value < old:
-                    best[g], place[g] = value.detach(), k
+        for k, (value, at) in enumerate(zip(src.detach(), index, strict=True)):
+            value, at = value[None], at[None]
+            old, last = best.gather(0, at), place.gather(0, at)
+            wins = value > old if largest else value < old
+            best.scatter_(0, at, value.where(wins, old))
+            place.scatter_(0, at, last.masked_fill(wins, k))
         rest = torch.zeros_like(best) if out is None else best
         padded = torch.cat([src, src.new_zeros(1, *src.shape[1:])])
         found = torch.where(place < len(src), padded.gather(0, place), rest)

@@ -370,18 +370,18 @@ def graph():
 @worlds.on()
 @alike.in_doubles()
 def test_utilities_give_one_processes_numbers(size):
-    sides = [
-        (torch_geometric.nn, graph()),
-        (pyg_distcomm.nn, pdc.partition(graph(), worlds.mesh(), "random")),
-    ]
-    for name, case in CASES.items():
+    mesh, whole = worlds.mesh(), graph()
+    share = pdc.partition(whole, mesh, "random")
+
+    def given_by(name, nn=torch_geometric.nn, d=whole):
         if places.NOW == "spare" and name == "torch.sparse":
-            continue  # the second device lacks sparse tensors
-        found = []
-        for nn, d in sides:
-            seed_everything(3)
-            found.append(case(nn, copy.copy(d)))
-        alike.same(found[1], found[0], name)
+            return None  # the second device lacks sparse tensors
+        seed_everything(3)
+        return CASES[name](nn, copy.copy(d))
+
+    want = alike.once(mesh, CASES, given_by)
+    for name in CASES:
+        alike.same(given_by(name, pyg_distcomm.nn, share), want[name], name)
 
 
 def _tensors(data, like=None):
@@ -514,24 +514,22 @@ OF_THE_HOST = ("AddRandomMetaPaths",)
 @worlds.on()
 @alike.in_doubles()
 def test_parts_of_typed_graphs_are_shares_of_what_pyg_gives(size):
-    mesh = worlds.mesh()
-    for name, part in PARTS.items():
-        if name in LACKING.get(places.NOW, ()):
-            continue
-        if places.NOW != "cpu" and name in OF_THE_HOST:
-            continue
-        sides = []
-        for nn, d in (
-            (torch_geometric.nn, typed_graph()),
-            (pyg_distcomm.nn, pdc.partition(typed_graph(), mesh, "random")),
-        ):
-            stores = [store for store in d.node_stores if "x" in store]
-            inputs = [store.x.requires_grad_() for store in stores]
-            seed_everything(3)
-            out = part(d)
-            inputs = inputs[:2]  # of the types that stay
-            sides.append((told(out), layers_on(nn, out, inputs)))
-        alike.same(sides[1], sides[0], name)
+    mesh, lacking = worlds.mesh(), LACKING.get(places.NOW, ())
+    names = [name for name in PARTS if name not in lacking]
+    if places.NOW != "cpu":
+        names = [name for name in names if name not in OF_THE_HOST]
+
+    def given_by(name, nn=torch_geometric.nn, cut=typed_graph):
+        d = cut()
+        inputs = [s.x.requires_grad_() for s in d.node_stores if "x" in s][:2]
+        seed_everything(3)
+        out = PARTS[name](d)
+        return told(out), layers_on(nn, out, inputs)  # of the types that stay
+
+    want = alike.once(mesh, names, given_by)
+    shares = lambda: pdc.partition(typed_graph(), mesh, "random")  # noqa: E731
+    for name in names:
+        alike.same(given_by(name, pyg_distcomm.nn, shares), want[name], name)
 
 
 @tiers.parametrize("size", [1, 2, 3], [2])
