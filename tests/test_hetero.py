@@ -13,7 +13,6 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from links import as_earlier_versions
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc
@@ -590,7 +589,6 @@ def test_links_of_relations_are_resumed(tmp_path):
     share, model, links = begin()
     go(share, model, links, 4)
     pdc.save_checkpoint(folder, mesh, model, link=links)
-    as_earlier_versions(folder, mesh)
     want = go(share, model, links, 3)
     share, model, links = begin()
     # the same links, one of them of two relations

@@ -277,7 +277,7 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 53_621,
+    "lines": 53_612,
     "modules": 139,
     "lines of tests and their helpers": 36_120,
     "lines of CONTRIBUTING.md": 250,

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch_geometric.nn
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
@@ -55,6 +54,7 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.local_products import (
     attends_by_kernels,
+    is_paired,
     is_relational,
     note_rows,
     run_layer,
@@ -326,7 +326,7 @@ def run_on_share(
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology
-    if is_one_hop(conv) and (link in (None, "exact") or topology.chunked):
+    if is_paired(conv) and (link in (None, "exact") or topology.chunked):
         run = one_hop(conv, run)
     check_flow(conv, topology)
     run = _explaining_memory(conv, run, topology)
@@ -674,17 +674,3 @@ _HOOKED = (
     "register hooks of a layer, and of the modules in it, on all ranks or on none: some ranks "
     "alone have hooks there, or a forward of their own, and would run the layer otherwise"
 )
-# layers whose output at a node depends on its in-edges and the rows at their ends alone, and
-# which read no more of these in their `forward` than a pair of sources and targets gives
-_ONE_HOP = frozenset(
-    getattr(torch_geometric.nn, name).forward
-    for name in (
-        *("FiLMConv", "GATConv", "GATv2Conv", "GINConv", "GMMConv", "GraphConv"),
-        *("RGCNConv", "ResGatedGraphConv", "TransformerConv"),
-    )
-)
-
-
-def is_one_hop(conv: Any) -> bool:
-    """Tells whether a layer is one of PyG's that `one_hop` runs, with PyG's `forward`."""
-    return type(conv).forward in _ONE_HOP

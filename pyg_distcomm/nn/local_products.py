@@ -207,7 +207,7 @@ def _runs_by_products(conv: MessagePassing) -> bool:
     changed = changed or kind.aggregate is not MessagePassing.aggregate
     if changed or kind.update is not MessagePassing.update:
         return False
-    return kind.message in MESSAGES or kind.forward in _PAIRED
+    return kind.message in MESSAGES or kind.forward in _PAIRED | _SQUARE
 
 
 # Layers on ordinary tensors ----------------------------------------------------------
@@ -243,19 +243,22 @@ def run_layer(
             if found is not None:
                 return found
         own, known = dict(given), (edge_index, adjacency)
-        own["x"] = source if target is source else (source, target)
+        square = rows is not None and not is_paired(conv)
+        own["x"] = source if isinstance(x, Tensor) else (source, target)
         if rows is not None:
             edges = _sampled_edges(adjacency, edge_index)
             assert edges is not None
             edges = edges.prefix(rows, len(source))
             count = edges.pattern.nnz
             known = edge_index[:, :count], LocalAdjacency.of(edges)
-            own |= {"x": (source, target[:rows]), "edge_index": known[0]}
+            own["x"] = source if square else (source, target[:rows])
+            own["edge_index"] = known[0]
             for name in _EDGE_ARGUMENTS & own.keys():
                 own[name] = first_edges(edge_index, own[name], count)
         call = inspect.BoundArguments(bound.signature, own)  # type: ignore[arg-type]
         with _running(conv, *known):
-            return forward(*call.args, **call.kwargs)
+            out = forward(*call.args, **call.kwargs)
+        return out[:rows] if square else out
 
     trims = _may_be_trimmed(conv, given, adjacency)
     ends = _pair(x)
@@ -263,7 +266,7 @@ def run_layer(
     attends = trims and not is_changed(conv) and is_attention(conv, given)
     sizes = [len(t) for t in ends] if attends else []
     if not isinstance(x, (Tensor, tuple)) or not trims:
-        trimming.refuse(adjacency, type(conv).__name__)
+        trimming.note_untrimmed(edge_index, type(conv).__name__)
         args, kwargs = whole((bound.args, bound.kwargs), type(conv).__name__)
         with _running(conv, edge_index, adjacency):
             return forward(*args, **kwargs)
@@ -354,7 +357,10 @@ def _may_be_trimmed(
     conv: MessagePassing, given: dict[str, Any], adjacency: LocalAdjacency
 ) -> bool:
     """Tells whether a layer can compute only the first targets of such arguments."""
-    if type(conv).forward not in _PAIRED or given.get("size") is not None:
+    ends, pairs = _pair(given.get("x")), is_paired(conv)
+    if not pairs and (type(conv).forward not in _SQUARE or ends[0] is not ends[1]):
+        return False
+    if given.get("size") is not None or ends[1] is None:
         return False
     if given.get("return_attention_weights"):
         return False
@@ -388,15 +394,23 @@ def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
     return [*conv.parameters(), *conv.buffers(), *others]
 
 
-_EDGE_ARGUMENTS = {"edge_weight", "edge_attr"}
-# layers of one hop that take a pair of features, and treat each target on its own
+_EDGE_ARGUMENTS = {"edge_weight", "edge_attr", "edge_type"}
+# layers whose output at a node depends on its in-edges and the rows at their ends alone, and
+# which read no more of these in their `forward` than a pair of sources and targets gives
 _PAIRED = {
-    kind.forward
-    for kind in (
-        *(pyg.GATConv, pyg.GATv2Conv, pyg.GINConv, pyg.GraphConv),
-        pyg.TransformerConv,
-    )
+    getattr(pyg, f"{name}Conv").forward
+    for name in """CG Edge FeaSt FiLM GAT GATv2 GEN GIN GINE GMM Graph LE NN RGCN
+    ResGatedGraph Transformer""".split()
 }
+# those that, for some rows alone, are given as many targets as sources
+_SQUARE = {
+    getattr(pyg, f"{name}Conv").forward for name in ("AGNN", "ClusterGCN", "MF", "PNA")
+}
+
+
+def is_paired(conv: Any) -> bool:
+    """Tells whether a layer is one of PyG's of one hop, which takes pairs of features."""
+    return type(conv).forward in _PAIRED
 
 
 def _bind_arguments(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:

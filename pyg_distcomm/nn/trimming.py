@@ -360,13 +360,6 @@ def trimming_of(model: torch.nn.Module) -> str:
 # Layers ------------------------------------------------------------------------------
 
 
-def refuse(adjacency: LocalAdjacency, what: str) -> None:
-    """Switches trimming off for the running model, if it runs on a minibatch."""
-    now = _pass.get()
-    if now is not None and adjacency.batch is not None:
-        now.mode.block(f"{what} is not trimmed")
-
-
 def note_untrimmed(edge_index: Any, what: str) -> None:
     """Records that a layer computes all rows of a minibatch.
 
