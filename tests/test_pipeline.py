@@ -38,8 +38,10 @@ def _share(graph="directed"):
     return data, pdc.partition(data, mesh), mesh
 
 
-@pytest.mark.parametrize("graph", ["directed", "loops_and_copies", "isolated", "star"])
-@pytest.mark.parametrize("name", [*STACKS, *SINGLE])
+ODD = ["directed", "loops_and_copies", "isolated", "star"]
+
+
+@tiers.cover(("name", "graph"), [*STACKS, *SINGLE], ODD)
 def test_one_chunk_is_the_full_graph(name, graph):
     data, share, mesh = _share(graph)
     stack = stack_of(name)
@@ -324,7 +326,7 @@ def test_what_changes_nothing_is_the_exact_link(shape, link):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-@tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:], step=3)
+@tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:], step=6)
 def test_bytes_are_foretold_whatever_the_link(stack, link):
     stages, name = stack
     run = functools.partial(train, stack=name)
