@@ -214,8 +214,7 @@ class _Fails(torch.autograd.Function):
         return g
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("gradient", ["surrogate", "scaled"])
+@tiers.cover(("gradient", "backward"), ["surrogate", "scaled"], [False, True])
 def test_a_step_that_fails_leaves_everything_as_it_was(gradient, backward):
     _, share, mesh = _share()
     stack = stack_of("gcn")
