@@ -218,20 +218,15 @@ EXACT = [name for name in KINDS if name not in OTHERS]
 EVERY = slice(None)
 
 
+LINES = [(3, 1, 1), (2, 1, 1)]
+CUTS = [*zip(LINES, ("lopsided", "random"), strict=True), (LINES[0], "random")]
+CUTS += [((2, 2, 1), "random"), (LINES[0], "empty_rank")]
+CUTS += [((1, 2, 1), "lopsided"), ((1, 1, 3), "random")]
+TURNS = [(*cut, slice(k, None, 2)) for k, cut in enumerate(CUTS[:2])]
+
+
 @tiers.parametrize(
-    ("grid", "cutter", "some"),
-    [
-        ((3, 1, 1), "lopsided", slice(0, None, 2)),
-        ((2, 1, 1), "random", slice(1, None, 2)),
-        ((3, 1, 1), "lopsided", EVERY),
-        ((3, 1, 1), "random", EVERY),
-        ((2, 1, 1), "random", EVERY),
-        ((2, 2, 1), "random", EVERY),
-        ((3, 1, 1), "empty_rank", EVERY),
-        ((1, 2, 1), "lopsided", EVERY),
-        ((1, 1, 3), "random", EVERY),
-    ],
-    slice(2),
+    ("grid", "cutter", "some"), TURNS + [(*cut, EVERY) for cut in CUTS], slice(2)
 )
 @worlds.on()
 @alike.in_doubles()
@@ -376,18 +371,11 @@ def made(name, plain=False):
     return conv.double()
 
 
-GRIDS = [*grids(2), *grids(3)]
+ON = [(grid, slice(k, None, 3)) for k, grid in enumerate(grids(2))]
+ON += [(grid, EVERY) for grid in grids(2) + grids(3)]
 
 
-# each on one grid of two ranks
-@tiers.parametrize(
-    ("grid", "some"),
-    [
-        *((grid, slice(k, None, 3)) for k, grid in enumerate(grids(2))),
-        *((grid, EVERY) for grid in GRIDS),
-    ],
-    slice(3),
-)
+@tiers.parametrize(("grid", "some"), ON, slice(3))
 @worlds.on()
 def test_changed_layers_on_ranks_are_what_they_were_changed_to(grid, some):
     data = GRAPHS["directed"]()

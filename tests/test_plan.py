@@ -73,15 +73,11 @@ def same_as_ledger(size, grid, graph, cutter, layer, switches):
         ordering = MultiplyOrder(order, keep)
         (one,) = pdc.plan(data, WIDTHS, size, halo=halo, ordering=ordering, **how)
         rest = one.sum_bytes["loss"] + one.sum_bytes["norms"]
-        messages = []
+        sums = one.sum_bytes["parameters"], rest
         for rank, each in enumerate(counted):
-            got = each[k]
-            sums = one.sum_bytes["parameters"] + rest
-            assert got["exchange"] == one.bytes_by_rank[rank] - sums, (rank, one, got)
-            assert got["parameters"] == one.sum_bytes["parameters"]
-            assert got["rest"] == rest
-            messages.append(got["messages"])
-        assert max(messages) == one.messages
+            bytes_of = each[k]["exchange"], each[k]["parameters"], each[k]["rest"]
+            assert bytes_of == (one.bytes_by_rank[rank] - sum(sums), *sums), (rank, one)
+        assert max(each[k]["messages"] for each in counted) == one.messages
         assert one.total_bytes == sum(one.bytes_by_rank)
 
 

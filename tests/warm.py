@@ -8,28 +8,23 @@ def warm():
     for name in ("templates", "pytest", "alike", "tiers", "layers", "links"):
         import_module(name)
     import_module("pyg_distcomm.api")
-    torch, pyg = import_module("torch"), import_module("torch_geometric.nn")
-    ours, kernels = map(import_module, ("pyg_distcomm.nn", "pyg_distcomm.kernels"))
+    names = "torch", "torch_geometric.nn", "pyg_distcomm.nn", "pyg_distcomm.kernels"
+    torch, pyg, ours, kernels = map(import_module, names)
     ends, one = torch.zeros(2, 1, dtype=torch.int64), torch.ones(1, 1)
     for lib in (pyg, ours):  # PyG writes code for each kind when one is made
         for kind in ("GCNConv", "SAGEConv", "GATConv", "GraphConv"):
             with torch.no_grad():
                 getattr(lib, kind)(1, 1)(one, ends)
-        lib.GINConv(torch.nn.Identity())
     kernels.rank_select_index(ends[0], 1)(ends[0])
+    kernels.minimum_cover(torch.tensor([0, 1]), ends[0], 1)
     for index in (torch.int64, torch.int32):
         rowptr, col, _ = kernels.coo_to_csr(*ends.to(index), 1)
         kernels.csr_transpose(rowptr, col, 1)
         for dtype in (torch.float32, torch.float64):
             x = one.to(dtype)
-            kernels.gather_rows(x, col)
-            kernels.scatter_add_rows(x, col, x)
-            kernels.sddmm(rowptr, col, x, x)
-            for value in (x.view(-1), None):
-                kernels.spmm(rowptr, col, value, x)
-            y = kernels.segment_softmax(rowptr, x)
-            kernels.segment_softmax_grad(rowptr, y, x)
-    kernels.minimum_cover(torch.tensor([0, 1]), ends[0], 1)
+            kernels.gather_rows(x, col), kernels.scatter_add_rows(x, col, x)
+            kernels.sddmm(rowptr, col, x, x), kernels.spmm(rowptr, col, None, x)
+            kernels.spmm(rowptr, col, x.view(-1), x)
 
 
 gc.disable()
