@@ -235,12 +235,7 @@ EXACT = {
 
 # aggregations, through SAGEConv and through HaloConv(SAGEConv)
 AGGREGATIONS = {
-    "max": {},
-    "min": {},
-    "std": {},
-    "var": {},
-    "mul": {},
-    "median": {},
+    **{name: {} for name in ("max", "min", "std", "var", "mul", "median")},
     "softmax": {"aggr_kwargs": {"learn": True}},
     "powermean": {"aggr_kwargs": {"learn": True}},
     "quantile": {"aggr_kwargs": {"q": 0.3}},

@@ -116,7 +116,7 @@ DRAWN = [Quantise(1, "stochastic"), ColumnMask(2.5, "epoch", scaled=True)]
 @tiers.parametrize("codec", UNBIASED, DRAWN, ids=str)
 @tiers.parametrize("scale", [1e-8, 1.0, 1e4], [1.0])
 def test_unbiased_both_ways_within_four_standard_errors(codec, scale):
-    m, f, draws = 6, 24, 2000
+    m, f, draws = 6, 24, 1000
     x, gid = rows(torch.float64, scale, m, f), torch.arange(m) * 3
     x[0] = 2.5 * scale
     x[1, 3:] = 0.0
@@ -526,12 +526,7 @@ def by_columns(twins, place, x, index):
             twin(twins, place, "put_columns", y, columns, 1.7, out)
 
 
-@tiers.parametrize(
-    ("random", "bits", "dtype"),
-    itertools.product([False, True], [1, 2, 4, 8], LOOPED),
-    slice(0, None, 3),
-    ids=str,
-)
+@tiers.cover(("random", "bits", "dtype"), [False, True], BITS, LOOPED, ids=str)
 def test_quantise(bits, dtype, random):
     for m, f in SHAPES:
         for index in (None, torch.randperm(m)[: m // 2 + 1]):
@@ -584,7 +579,7 @@ def test_quantise_on_threads_at_an_odd_place_in_memory(two_threads):
         assert same_bits(codec_ops.dequantise(part, bits, turned), rows)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", BITS)
 def test_pack_bits(bits):
     for n in (0, 1, 7, 8, 9, 1000, 1003):
         x = torch.randint(0, 2**bits, (n,), dtype=torch.uint8)

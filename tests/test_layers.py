@@ -132,16 +132,10 @@ def test_exact_on_a_second_device():
     alike.assert_none([alike.failures_of(layers, run)])
 
 
-@tiers.parametrize(
-    ("graph", "name"),
-    list(
-        itertools.product(
-            ["star", "tiny", "edgeless", "negative"],
-            ["GATConv edges", "GINConv", "APPNP", "GENConv", "PNAConv", "ChebConv"],
-        )
-    ),
-    slice(0, None, 5),
-)
+ODD = ["GATConv edges", "GINConv", "APPNP", "GENConv", "PNAConv", "ChebConv"]
+
+
+@tiers.cover(("graph", "name"), ["star", "tiny", "edgeless", "negative"], ODD)
 def test_exact_on_odd_graphs(name, graph, place):
     worlds.run(exact, 4, name, graph, "random", None, None, place)
 
@@ -160,7 +154,15 @@ def test_every_layer_of_pyg_is_in_the_table():
     assert set(pyg.conv.__all__) <= known
 
 
-def aggregation(name, wrap, graph, cutter):
+@tiers.cover(
+    ("name", "wrap", "size", "where"),
+    [*AGGREGATIONS],
+    [HaloConv, pdc.convert],
+    [3, 2],
+    [("sorted directed", "empty_rank"), ("sorted undirected", "random")],
+)
+@worlds.on()
+def test_aggregations(name, wrap, size, where):
     kwargs = dict(AGGREGATIONS[name])
     aggr = kwargs.pop("aggr", name)
 
@@ -169,13 +171,7 @@ def aggregation(name, wrap, graph, cutter):
         how = pyg.DeepSetsAggregation(plain(F, F), Linear(F, F)) if deep else aggr
         return pyg.SAGEConv(F, 6, aggr=how, **kwargs)
 
-    _in_doubles(parity, build, X, graph, cutter, wrap)
-
-
-@tiers.cover(("name", "wrap"), [*AGGREGATIONS], [HaloConv, pdc.convert])
-def test_aggregations(name, wrap):
-    worlds.run(aggregation, 3, name, wrap, "sorted directed", "empty_rank")
-    worlds.run(aggregation, 2, name, wrap, "sorted undirected", "random")
+    _in_doubles(parity, build, X, *where, wrap)
 
 
 GCN = {

@@ -1,6 +1,7 @@
 """A link: exact where nothing is left out, and what it does to products and training."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -54,11 +55,9 @@ def same(name, grid, weights="none"):
         link.step()
 
 
-@tiers.parametrize("name", list(EXACT), slice(0, None, 4))
-def test_rate_one_and_no_lateness_are_the_exact_link(name):
-    worlds.run(same, 3, name, (3, 1, 1))
-    worlds.run(same, 4, name, (2, 2, 1))
-    worlds.run(same, 1, name, (1, 1, 1))
+@tiers.cover(("name", "grid"), [*EXACT], [(3, 1, 1), (2, 2, 1), (1, 1, 1)], step=2)
+def test_rate_one_and_no_lateness_are_the_exact_link(name, grid):
+    worlds.run(same, math.prod(grid), name, grid)
 
 
 @pytest.mark.parametrize("weights", ["given", "learnt"])

@@ -214,26 +214,27 @@ def _step(name, data, wrap):
     return {"out": out, "x": x.grad, **grads}
 
 
+EXACT = [name for name in KINDS if name not in OTHERS]
+EVERY = slice(None)
+
+
+LINES = [(3, 1, 1), (2, 1, 1)]
+CUTS = [*zip(LINES, ("lopsided", "random"), strict=True), (LINES[0], "random")]
+CUTS += [((2, 2, 1), "random"), (LINES[0], "empty_rank")]
+CUTS += [((1, 2, 1), "lopsided"), ((1, 1, 3), "random")]
+TURNS = [(*cut, slice(k, None, 2)) for k, cut in enumerate(CUTS[:2])]
+
+
 @tiers.parametrize(
-    ("grid", "size", "cutter"),
-    [
-        (None, 3, "lopsided"),
-        (None, 3, "random"),
-        (None, 2, "random"),
-        ((2, 2, 1), 4, "random"),
-        (None, 3, "empty_rank"),
-        ((1, 2, 1), 2, "lopsided"),
-        ((1, 1, 3), 3, "random"),
-    ],
-    slice(2),
+    ("grid", "cutter", "some"), TURNS + [(*cut, EVERY) for cut in CUTS], slice(2)
 )
 @worlds.on()
 @alike.in_doubles()
-def test_values_of_index_and_sizes_are_those_of_one_process(grid, size, cutter):
+def test_values_of_index_and_sizes_are_those_of_one_process(grid, cutter, some):
     mesh, data = worlds.mesh(grid=grid), _graph()
-    share = pdc.partition(_graph(), mesh, owners(cutter, data, size))
+    share = pdc.partition(_graph(), mesh, owners(cutter, data, mesh.size))
     # a rank without edges raises no error of a message
-    for name in KINDS if cutter == "random" else sorted(KINDS.keys() - OTHERS.keys()):
+    for name in [*EXACT[some], *(OTHERS if cutter == "random" else ())]:
         want = _step(name, data, lambda conv: conv)
         alike.same(_step(name, share, HaloConv), want, name)
 
@@ -370,14 +371,16 @@ def made(name, plain=False):
     return conv.double()
 
 
-@tiers.parametrize(
-    ("size", "grid"), [(n, grid) for n in (2, 3) for grid in grids(n)], slice(3)
-)
+ON = [(grid, slice(k, None, 3)) for k, grid in enumerate(grids(2))]
+ON += [(grid, EVERY) for grid in grids(2) + grids(3)]
+
+
+@tiers.parametrize(("grid", "some"), ON, slice(3))
 @worlds.on()
-def test_changed_layers_on_ranks_are_what_they_were_changed_to(size, grid):
+def test_changed_layers_on_ranks_are_what_they_were_changed_to(grid, some):
     data = GRAPHS["directed"]()
     share = pdc.partition(data, worlds.mesh(grid=grid), "random")
-    for name in CHANGES:
+    for name in [*CHANGES][some]:
         plain, ours = made(name, plain=True), pdc.convert(made(name))
         want = alike.learnt(plain, data.x, data.edge_index)
         alike.same(alike.learnt(ours, share.x, share.edge_index), want, name)

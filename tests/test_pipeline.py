@@ -38,8 +38,10 @@ def _share(graph="directed"):
     return data, pdc.partition(data, mesh), mesh
 
 
-@pytest.mark.parametrize("graph", ["directed", "loops_and_copies", "isolated", "star"])
-@pytest.mark.parametrize("name", [*STACKS, *SINGLE])
+ODD = ["directed", "loops_and_copies", "isolated", "star"]
+
+
+@tiers.cover(("name", "graph"), [*STACKS, *SINGLE], ODD)
 def test_one_chunk_is_the_full_graph(name, graph):
     data, share, mesh = _share(graph)
     stack = stack_of(name)
@@ -212,8 +214,7 @@ class _Fails(torch.autograd.Function):
         return g
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("gradient", ["surrogate", "scaled"])
+@tiers.cover(("gradient", "backward"), ["surrogate", "scaled"], [False, True])
 def test_a_step_that_fails_leaves_everything_as_it_was(gradient, backward):
     _, share, mesh = _share()
     stack = stack_of("gcn")
@@ -324,7 +325,7 @@ def test_what_changes_nothing_is_the_exact_link(shape, link):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-@tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:], step=3)
+@tiers.cover(("stack", "link"), [(1, "gin"), (2, "gcnii")], [*LINKS][2:], step=6)
 def test_bytes_are_foretold_whatever_the_link(stack, link):
     stages, name = stack
     run = functools.partial(train, stack=name)

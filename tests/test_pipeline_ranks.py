@@ -321,7 +321,7 @@ def _mistakes(mesh):
     ]
 
 
-@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 2), (4, 2)])
+@tiers.parametrize(("size", "stages"), [(1, 1), (2, 2), (4, 2)], [(1, 1), (4, 2)])
 @worlds.on()
 def test_mistakes_are_told_on_all_ranks(size, stages):
     mesh = worlds.mesh(stages=stages)

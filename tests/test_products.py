@@ -69,19 +69,21 @@ def test_contract_on_every_grid(size):
     names = list(GRAPHS)
     for k, grid in enumerate(some_grids(size)):
         graph = names[(k + size) % len(names)]
-        for oblivious in (False, True):
+        for oblivious in (False, True)[: 1 + (k + size) % 2]:
             cutter, width = cutters[(k + size) % len(cutters)], (5, 1, 16)[k % 3]
             worlds.run(contract, size, graph, cutter, grid, width, oblivious)
 
 
-@tiers.parametrize(
-    ("grid", "words"),
-    [((8, 1, 1), 1680), ((2, 4, 1), 960), ((2, 2, 2), 720)],
-    [((2, 2, 2), 720)],
-)
+DENSE = {(8, 1, 1): 1680, (2, 4, 1): 960, (2, 2, 2): 720}
+FOUR = [(2, 2, 1), (1, 2, 2), (2, 1, 2)]
+
+
+@tiers.parametrize("grid", [*FOUR, *DENSE], FOUR)
 @worlds.on()
-def test_dense_halo_costs_the_formula(grid, words):
-    assert dense_words(120, 16, grid) == words
+def test_dense_halo_costs_the_formula(grid):
+    for each, known in DENSE.items():
+        assert dense_words(120, 16, each) == known
+    words = dense_words(120, 16, grid)
     n, every = 120, torch.arange(120)
     full = torch.stack([every.repeat_interleave(n), every.repeat(n)])
     data, mesh = Data(x=torch.ones(n, 16), edge_index=full), worlds.mesh(grid=grid)
