@@ -60,10 +60,15 @@ from pyg_distcomm.loader import DistNeighborLoader, LoaderOptions
 
 FEATURES, CLASSES, BATCH = 100, 32, 1024
 PLAIN = lambda batch: batch.edge_index  # noqa: E731
+PNA = ["mean", "max"], ["identity"], torch.ones(10, dtype=torch.long)
 LAYERS: dict[str, Callable[[int, int], torch.nn.Module]] = {
     "sage": pyg.SAGEConv,
     "gcn": pyg.GCNConv,
     "gat": lambda into, out: pyg.GATConv(into, out // 4, heads=4),
+    "gat-dropout": lambda into, out: pyg.GATConv(into, out // 4, heads=4, dropout=0.5),
+    "edge": lambda into, out: pyg.EdgeConv(torch.nn.Linear(2 * into, out)),
+    "film": pyg.FiLMConv,
+    "pna": lambda into, out: pyg.PNAConv(into, out, *PNA),
 }
 
 
