@@ -312,7 +312,7 @@ def test_parts_of_layers_that_mix_rows_switch_trimming_off():
     agree_at_seeds(ours.eval(), wanted.eval(), batch_size=4)
 
 
-ONE_HOP = """AGNN CG ClusterGCN Edge FeaSt FiLM GEN GINE GMM LE MF NN PNA RGCN
+ONE_HOP = """AGNN CG ClusterGCN Edge FiLM GEN GINE GMM LE MF NN PNA RGCN
     ResGatedGraph""".split()
 
 

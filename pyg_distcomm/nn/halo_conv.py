@@ -54,7 +54,7 @@ from pyg_distcomm.nn.layer_context import (
 )
 from pyg_distcomm.nn.local_products import (
     attends_by_kernels,
-    is_paired,
+    is_one_hop,
     is_relational,
     note_rows,
     run_layer,
@@ -326,7 +326,7 @@ def run_on_share(
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology
-    if is_paired(conv) and (link in (None, "exact") or topology.chunked):
+    if is_one_hop(conv) and (link in (None, "exact") or topology.chunked):
         run = one_hop(conv, run)
     check_flow(conv, topology)
     run = _explaining_memory(conv, run, topology)

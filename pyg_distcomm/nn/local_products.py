@@ -243,7 +243,7 @@ def run_layer(
             if found is not None:
                 return found
         own, known = dict(given), (edge_index, adjacency)
-        square = rows is not None and not is_paired(conv)
+        square = rows is not None and type(conv).forward in _SQUARE
         own["x"] = source if isinstance(x, Tensor) else (source, target)
         if rows is not None:
             edges = _sampled_edges(adjacency, edge_index)
@@ -357,8 +357,8 @@ def _may_be_trimmed(
     conv: MessagePassing, given: dict[str, Any], adjacency: LocalAdjacency
 ) -> bool:
     """Tells whether a layer can compute only the first targets of such arguments."""
-    ends, pairs = _pair(given.get("x")), is_paired(conv)
-    if not pairs and (type(conv).forward not in _SQUARE or ends[0] is not ends[1]):
+    ends, run = _pair(given.get("x")), type(conv).forward
+    if run not in _PAIRED and (run not in _SQUARE or ends[0] is not ends[1]):
         return False
     if given.get("size") is not None or ends[1] is None:
         return False
@@ -395,22 +395,23 @@ def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
 
 
 _EDGE_ARGUMENTS = {"edge_weight", "edge_attr", "edge_type"}
+
+
+def _forwards(names: str) -> set[Any]:
+    return {getattr(pyg, f"{name}Conv").forward for name in names.split()}
+
+
 # layers whose output at a node depends on its in-edges and the rows at their ends alone, and
 # which read no more of these in their `forward` than a pair of sources and targets gives
-_PAIRED = {
-    getattr(pyg, f"{name}Conv").forward
-    for name in """CG Edge FeaSt FiLM GAT GATv2 GEN GIN GINE GMM Graph LE NN RGCN
-    ResGatedGraph Transformer""".split()
-}
+_ON_SHARES = _forwards("FiLM GAT GATv2 GIN GMM Graph RGCN ResGatedGraph Transformer")
+_PAIRED = _ON_SHARES | _forwards("CG Edge GEN GINE LE NN")
 # those that, for some rows alone, are given as many targets as sources
-_SQUARE = {
-    getattr(pyg, f"{name}Conv").forward for name in ("AGNN", "ClusterGCN", "MF", "PNA")
-}
+_SQUARE = _forwards("AGNN ClusterGCN MF PNA")
 
 
-def is_paired(conv: Any) -> bool:
-    """Tells whether a layer is one of PyG's of one hop, which takes pairs of features."""
-    return type(conv).forward in _PAIRED
+def is_one_hop(conv: Any) -> bool:
+    """Tells whether a layer runs on own rows and ghosts of a share, without edges, too."""
+    return type(conv).forward in _ON_SHARES
 
 
 def _bind_arguments(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
