@@ -136,7 +136,7 @@ def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
 # where no edge ends at nodes of the last rank, and one may have none
 @tiers.cover(
     ("options", "owner"),
-    [{}, {"num_bases": 2}, {"aggr": "max"}, {"num_blocks": 2}],
+    [{}, {"num_bases": 2}, {"aggr": "max", "root_weight": False}, {"num_blocks": 2}],
     [[0] * 10 + [2, 2], [0, 1] * 5 + [2, 2]],
     ids=str,
 )

@@ -300,23 +300,10 @@ def test_models_that_read_other_rows_are_not_trimmed(what):
     agree_at_seeds(ours.eval(), wanted.eval(), told, batch_size=3)
 
 
-def test_parts_of_layers_that_mix_rows_switch_trimming_off():
-    """A batch norm inside of a GINConv, in training; in evaluation it works row by row."""
-
-    def layer():
-        parts = torch.nn.Linear(WIDTH, 7), torch.nn.BatchNorm1d(7), torch.nn.ReLU()
-        return pyg.GINConv(torch.nn.Sequential(*parts))
-
-    wanted, ours = pair(Stack(layer))
-    agree_at_seeds(ours, wanted, "off: DistGINConv", batch_size=4)
-    agree_at_seeds(ours.eval(), wanted.eval(), batch_size=4)
+ONE_HOP = "AGNN CG ClusterGCN Edge FiLM GEN GINE GMM LE MF NN PNA RGCN ResGatedGraph"
 
 
-ONE_HOP = """AGNN CG ClusterGCN Edge FiLM GEN GINE GMM LE MF NN PNA RGCN
-    ResGatedGraph""".split()
-
-
-@pytest.mark.parametrize("name", ONE_HOP)
+@pytest.mark.parametrize("name", ONE_HOP.split())
 def test_layers_of_one_hop_are_trimmed(name):
     """In evaluation, where a batch norm inside of some treats each row alone."""
     build, names = (layers.EXACT | layers.OTHERS)[f"{name}Conv"]
@@ -332,11 +319,25 @@ def test_layers_of_one_hop_are_trimmed(name):
     assert pdc.nn.trimming_of(ours) == "on"
 
 
+class Mixing(pyg.SumAggregation):
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x, *args, **kwargs) - x.mean(0)
+
+
+def hooked():
+    conv = pyg.GraphConv(WIDTH, 7)
+    conv.register_forward_hook(lambda layer, given, out: out - out.mean(0))
+    return conv
+
+
 @pytest.mark.parametrize(
     ("layer", "name"),
     [
         (LAYERS["pna-like"], "SAGEConv"),
         (LAYERS["tag"], "DistTAGConv"),
+        (lambda: pyg.GraphConv(WIDTH, 7, aggr=Mixing()), "DistGraphConv"),
+        (hooked, "DistGraphConv"),
+        (lambda: pyg.GINConv(layers.mlp(WIDTH, 7)), "DistGINConv"),
     ],
 )
 def test_layers_that_are_not_trimmed_are_named(layer, name):

@@ -340,7 +340,7 @@ def _add_relations(
     kind = AGGREGATIONS[type(conv.aggr_module)]
     if kind == "max":
         most = aggregate(kind, edges, None, source).view(len(target), weight.size(1))
-        return linear(most, weight, conv.bias, target, own)
+        return linear(most, weight, conv.bias, None if own is None else target, own)
     given = source, target, weight, conv.bias, own
     return multiply_linear(kind, edges, *given, sums_first=True)
 
@@ -366,10 +366,15 @@ def _may_be_trimmed(
         return False
     if adjacency.batch is None:
         return True
+    of_two_types = adjacency.ends[0] != adjacency.ends[1]
+    if of_two_types and getattr(conv, "add_self_loops", False):
+        return False  # loops read sources that no edge may have
     edges = _sampled_edges(adjacency, given["edge_index"])
     ordered = edges is not None and edges.order is None
-    hooked = any(is_changed(part) for part in conv.modules() if part is not conv)
-    return ordered and not hooked and computes_by_row(conv, draws=True)
+    parts = [*conv.modules()]
+    if not ordered or any(is_changed(p) or isinstance(p, _OF_SOME) for p in parts):
+        return False
+    return computes_by_row(conv, draws=True)
 
 
 def _edges_of(
@@ -397,16 +402,18 @@ def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
 _EDGE_ARGUMENTS = {"edge_weight", "edge_attr", "edge_type"}
 
 
-def _forwards(names: str) -> set[Any]:
+def _named(names: str) -> set[Any]:
     return {getattr(pyg, f"{name}Conv").forward for name in names.split()}
 
 
 # layers whose output at a node depends on its in-edges and the rows at their ends alone, and
 # which read no more of these in their `forward` than a pair of sources and targets gives
-_ON_SHARES = _forwards("FiLM GAT GATv2 GIN GMM Graph RGCN ResGatedGraph Transformer")
-_PAIRED = _ON_SHARES | _forwards("CG Edge GEN GINE LE NN")
+_ON_SHARES = _named("FiLM GAT GATv2 GIN GMM Graph RGCN ResGatedGraph Transformer")
+_PAIRED = _ON_SHARES | _named("CG Edge GEN GINE LE NN")
 # those that, for some rows alone, are given as many targets as sources
-_SQUARE = _forwards("AGNN ClusterGCN MF PNA")
+_SQUARE = _named("AGNN ClusterGCN MF PNA")
+# aggregations that need an edge, which rows that are read may lack
+_OF_SOME = pyg.MLPAggregation, pyg.QuantileAggregation, pyg.SortAggregation
 
 
 def is_one_hop(conv: Any) -> bool:

@@ -138,7 +138,9 @@ def _is_by_row(part: torch.nn.Module, draws: bool) -> bool:
         return not isinstance(part, _MIXING)
     if run is torch.nn.LayerNorm.forward:
         return len(part.normalized_shape) == 1  # type: ignore[arg-type]
-    return run in _BY_ROW or isinstance(part, pyg.Aggregation)
+    return run in _BY_ROW or (
+        isinstance(part, pyg.Aggregation) and has_known_steps(part)
+    )
 
 
 _MIXING = (
