@@ -285,7 +285,7 @@ def limit(
     depth, moved, done = len(args.fan_outs), 0, 0
     ends = data.num_features, int(data.y.max()) + 1
     widths = [ends[0], *[args.hidden] * (depth - 1), ends[1]]
-    count = {"sage": 2, "gcn": 1, "gat": 1}[layer]  # products of each row
+    count = {"sage": 2}.get(layer, 1)  # products of each row, at least
     weights = sum(count * f * g for f, g in itertools.pairwise(widths))
     for batch in loader:
         nodes = list(itertools.accumulate(map(int, batch.num_sampled_nodes)))
