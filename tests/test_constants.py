@@ -14,6 +14,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm import nn
 
 N = 12
+BASES = [{}, {"num_bases": 2}, {"num_blocks": 2}]
 
 
 def _scalars(y, x):
@@ -136,7 +137,7 @@ def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
 # where no edge ends at nodes of the last rank, and one may have none
 @tiers.cover(
     ("options", "owner"),
-    [{}, {"num_bases": 2}, {"aggr": "max", "root_weight": False}, {"num_blocks": 2}],
+    [{"aggr": "max"}, {"aggr": "max", "root_weight": False}, *BASES],
     [[0] * 10 + [2, 2], [0, 1] * 5 + [2, 2]],
     ids=str,
 )

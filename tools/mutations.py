@@ -311,7 +311,7 @@ test_step.py -k gat
         F.linear(target, _folded(of_target.weight, conv.{{att_dst => att_src}})),
 test_step.py -k test_dropout_of_attention
     attention: dropout of attention is left in the order of the given edges
-        share = share{{ if inverse is None else every.in_order(share) => }}
+        return share{{ if edges is None else edges.in_order(share) => }}
 test_step.py -k attention
     attention: attention over edges with features leaves them out
         scores{{ if terms is None else scores + terms => }}

@@ -207,7 +207,9 @@ def _runs_by_products(conv: MessagePassing) -> bool:
     changed = changed or kind.aggregate is not MessagePassing.aggregate
     if changed or kind.update is not MessagePassing.update:
         return False
-    return kind.message in MESSAGES or kind.forward in _PAIRED | _SQUARE
+    return (
+        kind.message in MESSAGES or kind.forward in _PAIRED or kind.forward in _SQUARE
+    )
 
 
 # Layers on ordinary tensors ----------------------------------------------------------
@@ -372,7 +374,7 @@ def _may_be_trimmed(
     edges = _sampled_edges(adjacency, given["edge_index"])
     ordered = edges is not None and edges.order is None
     parts = [*conv.modules()]
-    if not ordered or any(is_changed(p) or isinstance(p, _OF_SOME) for p in parts):
+    if not ordered or any(is_changed(p) or isinstance(p, _NEED_EDGES) for p in parts):
         return False
     return computes_by_row(conv, draws=True)
 
@@ -402,22 +404,22 @@ def _read_by(conv: torch.nn.Module, *others: Any) -> list[Any]:
 _EDGE_ARGUMENTS = {"edge_weight", "edge_attr", "edge_type"}
 
 
-def _named(names: str) -> set[Any]:
+def _forwards_of(names: str) -> set[Any]:
     return {getattr(pyg, f"{name}Conv").forward for name in names.split()}
 
 
 # layers whose output at a node depends on its in-edges and the rows at their ends alone, and
 # which read no more of these in their `forward` than a pair of sources and targets gives
-_ON_SHARES = _named("FiLM GAT GATv2 GIN GMM Graph RGCN ResGatedGraph Transformer")
-_PAIRED = _ON_SHARES | _named("CG Edge GEN GINE LE NN")
+_ON_SHARES = _forwards_of("FiLM GAT GATv2 GIN GMM Graph RGCN ResGatedGraph Transformer")
+_PAIRED = _ON_SHARES | _forwards_of("CG Edge GEN GINE LE NN")
 # those that, for some rows alone, are given as many targets as sources
-_SQUARE = _named("AGNN ClusterGCN MF PNA")
+_SQUARE = _forwards_of("AGNN ClusterGCN MF PNA")
 # aggregations that need an edge, which rows that are read may lack
-_OF_SOME = pyg.MLPAggregation, pyg.QuantileAggregation, pyg.SortAggregation
+_NEED_EDGES = pyg.MLPAggregation, pyg.QuantileAggregation, pyg.SortAggregation
 
 
 def is_one_hop(conv: Any) -> bool:
-    """Tells whether a layer runs on own rows and ghosts of a share, without edges, too."""
+    """Tells whether `one_hop` runs a layer, also on a rank of a share that has no edges."""
     return type(conv).forward in _ON_SHARES
 
 
@@ -775,9 +777,8 @@ def run_attention(
     if conv.training and conv.dropout:
         loops = bool(getattr(conv, "add_self_loops", False))
         rows_of_edges = adjacency.derived.get(("rows", loops))  # see `note_rows`
-        inverse = every.inverse if edges.pattern.nnz == every.pattern.nnz else None
-        share = _dropped(share, conv.dropout, rows_of_edges, inverse)
-        share = share if inverse is None else every.in_order(share)
+        all_edges = every if edges.pattern.nnz == every.pattern.nnz else None
+        share = _dropped(all_edges, share, conv.dropout, rows_of_edges)
     out = multiply(edges, share, rows)
     if terms is not None and kind is pyg.TransformerConv:
         sums = multiply(edges.each, share, _for_heads(conv, terms))
@@ -856,15 +857,14 @@ def _skipped(conv: Any, out: Tensor, target: Tensor) -> Tensor:
     return beta * own + (1 - beta) * out
 
 
-def _dropped(
-    share: Tensor, p: float, rows: Rows | None, inverse: Tensor | None
-) -> Tensor:
-    """Applies dropout to all edges in their original order, as PyG draws it, or to a part."""
+def _dropped(edges: Any, share: Tensor, p: float, rows: Rows | None) -> Tensor:
+    """Applies dropout in the original order of all edges, as PyG draws it; None are a part."""
+    inverse = None if edges is None else edges.inverse
     share = share if inverse is None else share.index_select(0, inverse)
-    if rows is None:
-        return F.dropout(share, p)
-    spread: Any = F.dropout(DistTensor.from_local(share, rows), p)
-    return spread.to_local()  # type: ignore[no-any-return]
+    spread: Any = share if rows is None else DistTensor.from_local(share, rows)
+    spread = F.dropout(spread, p)
+    share = spread if rows is None else spread.to_local()
+    return share if edges is None else edges.in_order(share)
 
 
 _FILLS = ("mean", "add")  # of self-loops
