@@ -59,7 +59,7 @@ _RAISED = "raised at "
 _BEAT = 0.5  # seconds between heartbeats of a rank that others wait for
 ADVICE = (
     "A loader shards its batches over the ranks, so all ranks have to build it; for a loader "
-    "of a single rank, for instance to evaluate on rank 0, pass split=False"
+    "of a single rank, as to evaluate on rank 0, pass options=LoaderOptions(split=False)"
 )
 _DECISION = "decision"
 _LATER_EPOCHS = 3  # how many are checked to find whether a rank has skipped a loader
@@ -194,8 +194,8 @@ class Notes:
         if self._store.compare_set(_DECISION, "", decision) == b"own":
             warnings.warn(
                 f"not all ranks have built the loader {self.name}, so the ranks that have "
-                "each yield all of its batches; pass split=False if that is meant, or "
-                "build it on all ranks, if they come late with split=True",
+                "each yield all of its batches; pass options=LoaderOptions(split=False) if "
+                "that is meant, or build it on all ranks, with split=True if they come late",
                 stacklevel=script_stacklevel(),
             )
             return None
