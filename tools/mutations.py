@@ -152,7 +152,7 @@ test_codec.py -k test_quantised_rows_lie_within_half_a_step
     codec: the zero of a quantised row is rounded up
         bits += {{0xFFFF => 0}}  # a negative number falls
     codec: the step of a quantised row is too short
-        d = bf16_up((most - low[k]) / {{top => (top + 1)}}, number, number_bits)
+        d = bf16_up((most - low[k]) / {{top => (top + 1)}})
 test_codec.py -k test_unbiased_both_ways
     codec: random rounding favours the lower level
         np.int32(noise[np.uint64(c)]{{ =>  >> np.uint16(1)}})

@@ -22,7 +22,7 @@ from pyg_distcomm.kernels.codec_ops import (
     rest_begins,
     size_of,
 )
-from pyg_distcomm.kernels.compile import Array, Matrix, jit
+from pyg_distcomm.kernels.compile import Array, Matrix, jit, reinterpret
 from pyg_distcomm.kernels.core_cpu import (
     GRAIN,
     check_index,
@@ -97,17 +97,12 @@ class Quantiser:
         if len(x) != self._height:
             raise IndexError(f"rows of {self._height} were planned, got {len(x)}")
         args, (m, f) = self._arguments(x, key, out), self._size
+        loop: Any = quantise
         if m * f < GRAIN:  # one thread
-            loop: Any = quantise
             loop(*args, 0, -(-m // 8))
         else:
-            _run(quantise, args, m, f)
-        return _first(args[-1])
-
-
-def _first(bad: Array) -> int:
-    worst = bad[bad >= 0]
-    return int(worst[0]) if len(worst) else -1
+            _run(loop, args, m, f)
+        return int(next(iter(args[-1][args[-1] >= 0]), -1))
 
 
 def dequantise_wide(message: Tensor, bits: int, out: Tensor) -> Tensor:
@@ -278,11 +273,11 @@ def unpack_group(packed: Array, at: int, bits: int, codes: Array, words: Array) 
 
 
 @jit
-def bf16_down(value: float, one: Array, whole: Array) -> Any:
+def bf16_down(value: float) -> Any:
     """Returns the bits of the greatest bf16 that is not above a float64."""
-    one[0] = np.float32(value)
-    bits = np.int64(whole[0])
-    if np.float64(one[0]) > value:  # to the next float32 below
+    near = np.float32(value)
+    bits = np.int64(reinterpret(near))
+    if np.float64(near) > value:  # to the next float32 below
         bits += 1 if bits < 0 else (-1 if bits > 0 else -(2**31) + 1)
     if bits < 0:
         bits += 0xFFFF  # a negative number falls as its bits grow
@@ -290,13 +285,19 @@ def bf16_down(value: float, one: Array, whole: Array) -> Any:
 
 
 @jit
-def bf16_up(value: float, one: Array, whole: Array) -> Any:
+def bf16_up(value: float) -> Any:
     """Returns the bits of the least bf16 that is not below a float64 >= 0."""
-    one[0] = np.float32(value)
-    bits = np.int64(whole[0])
-    if np.float64(one[0]) < value:
+    near = np.float32(value)
+    bits = np.int64(reinterpret(near))
+    if np.float64(near) < value:
         bits += 1
     return ((bits + 0xFFFF) >> 16) & 0xFFFF
+
+
+@jit
+def bf16_number(bits: Any) -> float:
+    """Returns the number of a bf16."""
+    return np.float64(reinterpret(np.int32(np.uint32(bits) << np.uint32(16))))
 
 
 @jit
@@ -362,30 +363,23 @@ def find_levels(
     one below 0 a row that cannot be written. Returns the first such row, or -1.
     """
     (x, xi, _), (meta, low, step) = numbers, levels
-    pair, number = np.empty(16, x.dtype), np.empty(1, np.float32)
-    bits, number_bits = pair.view(xi.dtype), number.view(np.int32)
     rest = xi.dtype.type((np.uint64(1) << np.uint64(8 * x.itemsize - 1)) - np.uint64(1))
-    for k in range(len(start)):
-        bits[2 * k], bits[2 * k + 1] = bounds(xi, start[k], f, rest)
     bad = -1
     for k in range(len(start)):
-        least = np.float64(pair[2 * k]) + 0.0
-        most = np.float64(pair[2 * k + 1]) + 0.0
+        low_bits, high_bits = bounds(xi, start[k], f, rest)
+        least = np.float64(reinterpret(low_bits)) + 0.0
+        most = np.float64(reinterpret(high_bits)) + 0.0
         if least == most and np.isfinite(most):
             low[k], step[k] = least, 0.0
             continue
-        z = bf16_down(least, number, number_bits)
-        number_bits[0] = np.int32(np.uint32(z) << np.uint32(16))
-        low[k] = np.float64(number[0])
-        d = bf16_up((most - low[k]) / top, number, number_bits)
-        number_bits[0] = np.int32(np.uint32(d) << np.uint32(16))
-        step[k] = np.float64(number[0])
-        if np.isfinite(low[k]) and np.isfinite(step[k]) and np.isfinite(most):
-            write_meta(meta, first + k, d, z)
-        else:
-            step[k] = -1.0
-            write_meta(meta, first + k, 0, 0x7FC0)
+        z = bf16_down(least)
+        low[k] = bf16_number(z)
+        d = bf16_up((most - low[k]) / top)
+        step[k] = bf16_number(d)
+        if not (np.isfinite(low[k]) and np.isfinite(step[k]) and np.isfinite(most)):
+            d, z, step[k] = 0, 0x7FC0, -1.0
             bad = first + k if bad < 0 else bad
+        write_meta(meta, first + k, d, z)
     return bad
 
 
@@ -461,13 +455,9 @@ def same(
     """Writes a row of one and the same number."""
     meta, _, tail = parts
     if size == 8:
-        wide = np.empty(1, np.float64)
-        wide[0] = value
-        word = wide.view(np.uint64)[0]
+        word = np.uint64(reinterpret(np.float64(value)))
     else:
-        narrow = np.empty(1, np.float32)
-        narrow[0] = value
-        word = np.uint64(narrow.view(np.uint32)[0]) << np.uint64(32)
+        word = np.uint64(np.uint32(reinterpret(np.float32(value)))) << np.uint64(32)
     first = np.int64(word >> np.uint64(49)) | 0x8000
     write_meta(meta, r, first, np.int64(word >> np.uint64(33)) & 0xFFFF)
     left = (word & np.uint64((1 << 33) - 1)) << np.uint64(7)
@@ -492,8 +482,6 @@ def dequantise(
     (meta, packed, tail), (rows, f), (out, ld) = parts, shape, target
     words = np.zeros(f, np.uint64)
     codes = words.view(np.uint8)
-    number = np.empty(1, np.float32)
-    number_bits = number.view(np.int32)
     kind, top = out.dtype.type, 2**bits - 1
     for g in range(begin, end):
         unpack_group(packed, g * f * bits, bits, codes, words)
@@ -512,10 +500,7 @@ def dequantise(
                 for c in range(f):
                     out[np.uint64(at + c)] = kind(value)
                 continue
-            number_bits[0] = np.int32(np.uint32(second) << np.uint32(16))
-            z = np.float64(number[0])
-            number_bits[0] = np.int32(np.uint32(first) << np.uint32(16))
-            d = np.float64(number[0])
+            z, d = bf16_number(second), bf16_number(first)
             if top * d > WIDEST or z + top * d > MOST:
                 most = MOST if out.itemsize == 4 else np.inf
                 fill_below(codes, to, f, z, d, most, out, at)
@@ -544,9 +529,7 @@ def constant(head: Any, codes: Array, to: Any, f: Any, bits: Any, size: Any) -> 
     tail = np.uint64(0)
     for c in range(min(f, (32 + bits) // bits)):
         tail |= np.uint64(codes[to + c]) << np.uint64(40 - (c + 1) * bits)
-    one = np.empty(1, np.uint64)
+    word = head | tail >> np.uint64(7)
     if size == 8:
-        one[0] = head | tail >> np.uint64(7)
-        return one.view(np.float64)[0]
-    one[0] = (head | tail >> np.uint64(7)) >> np.uint64(32)
-    return np.float64(one.view(np.float32)[0])
+        return reinterpret(np.int64(word))
+    return np.float64(reinterpret(np.int32(word >> np.uint64(32))))

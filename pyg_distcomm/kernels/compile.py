@@ -1,13 +1,14 @@
-"""Compiles loops with Numba, once each, and adds two instructions that Numba lacks.
+"""Compiles loops with Numba, once each, and adds instructions that Numba lacks.
 
 [Note: compiled in its own thread] Numba keeps exceptions that it raises while compiling, with
 their tracebacks, and these keep every frame of the caller alive: its graph, its model, its
 process groups. So loops are compiled in a thread of their own, whose stack is empty.
 
-[Note: the key of cached code] Numba keys cached machine code by the loop's source file,
-bytecode, argument types, the processor and Numba's version. But the code also contains all
-functions that the loop calls, so `SOURCES` adds the modules that have such functions, and the
-versions of Python and llvmlite.
+[Note: the key of cached code] Numba keys machine code by the time of the loop's source file,
+bytecode, argument types, the processor and Numba's version. Here the file's text stands for its
+time, so that a package that is installed again finds its code. But the code also contains all
+functions that the loop calls, so `SOURCES` adds their modules, and the versions of Python and
+llvmlite.
 
 [Note: why write LLVM by hand] A random gather waits for memory, so the product must prefetch
 a row well before it is used, and keep its sums in registers meanwhile. Numba has no prefetch,
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import itertools
 import os
 import platform
@@ -58,11 +60,13 @@ I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 def digest(*versions: str) -> str:
     """Hashes the modules that loops call functions of, and versions of the compiler."""
     found = hashlib.sha256(" ".join(versions).encode())
-    for folder in (PACKAGE, PACKAGE.parent / "partition"):
-        for path in sorted(folder.glob("*jit.py")):
-            found.update(path.read_bytes())
-    this = Path(__file__)
-    for path in (this, this.with_name("codec_ops.py")):  # whose numbers loops hold
+    folders, this = (PACKAGE, PACKAGE.parent / "partition"), Path(__file__)
+    loops = [path for folder in folders for path in sorted(folder.glob("*jit.py"))]
+    for path in (
+        *loops,
+        this,
+        this.with_name("codec_ops.py"),
+    ):  # whose numbers they hold
         found.update(path.read_bytes())
     return found.hexdigest()
 
@@ -130,13 +134,13 @@ def _compile(loop: Any, make: Callable[..., Any], signature: tuple[Any, ...]) ->
     folder = cache_folder(loop)
     if folder is not None and loop._cache.has(signature, loop.targetctx):
         return make(signature)  # reads the cache, without waiting for the lock
-    with _cache_lock(folder):
+    with _cache_lock(folder, loop.__name__):
         return make(signature)
 
 
 @contextlib.contextmanager
-def _cache_lock(folder: str | None) -> Iterator[None]:
-    """Holds a file lock in Numba's cache folder, if one can be made there.
+def _cache_lock(folder: str | None, name: str) -> Iterator[None]:
+    """Holds the file lock of a loop in Numba's cache folder, if one can be made there.
 
     The first process compiles and writes the cache; the others wait and read it. Nothing is
     locked in a folder that cannot be written to, or on a system without file locks.
@@ -146,7 +150,7 @@ def _cache_lock(folder: str | None) -> Iterator[None]:
             # a lock that is held for too long is a TimeoutError
             with contextlib.suppress(OSError, ValueError, NotImplementedError):
                 os.makedirs(folder, exist_ok=True)
-                path = os.path.join(folder, "pyg_distcomm.lock")
+                path = os.path.join(folder, f"pyg_distcomm-{name}.lock")
                 lock = FileLock(path, LOCK_TIMEOUT, 0o666)
                 stack.enter_context(lock.acquire(poll_interval=0.02))
         yield
@@ -164,7 +168,8 @@ class KernelCache(FunctionCache):
 
     def __init__(self, loop: Any) -> None:
         super().__init__(loop)
-        about = self._impl.filename_base, self._impl.locator.get_source_stamp()
+        text = Path(inspect.getfile(loop)).read_bytes()
+        about = self._impl.filename_base, hashlib.sha256(text).digest()
         self._cache_file = _CodeFiles(self._cache_path, *about)
 
     def has(self, sig: Any, target_context: Any) -> bool:
@@ -271,6 +276,17 @@ def _prefetch_line(typing: Any, x: Any, position: Any) -> Emitted:
         return context.get_dummy_value()
 
     return types.void(x, types.int64), emit
+
+
+def _reinterpret(typing: Any, value: Any) -> Emitted:
+    """Takes the bits of a float as an integer, or those of an integer as a float."""
+    kinds: Any = {types.float32: types.int32, types.float64: types.int64}
+    kinds |= {integer: number for number, integer in kinds.items()}
+
+    def emit(context: Any, build: Builder, sig: Any, args: Any) -> Any:
+        return build.bitcast(args[0], context.get_value_type(sig.return_type))
+
+    return kinds[value](value), emit
 
 
 def _sum_block(
@@ -421,4 +437,5 @@ def _pointer(context: Any, build: Builder, kind: Any, array: Any) -> ir.Value:
 
 
 prefetch: Any = intrinsic(_prefetch_line)
+reinterpret: Any = intrinsic(_reinterpret)
 sum_block: Any = intrinsic(_sum_block)
