@@ -15,7 +15,7 @@ def _mlp(f, h):
 
 
 def gcn(f, c, h):
-    inner = [pyg.GCNConv(h, h), nn.ELU(), nn.LayerNorm(h)]
+    inner = [pyg.GCNConv(h, h, cached=True), nn.ELU(), nn.LayerNorm(h)]
     return [pyg.GCNConv(f, h), nn.ReLU(), *inner, nn.Linear(h, h), pyg.GCNConv(h, c)]
 
 
@@ -73,6 +73,7 @@ STACKS = {
 }
 SINGLE = {  # with degrees, exchanges and tensors of edges of their own
     "SGConv": lambda f, c, h: [pyg.SGConv(f, c, K=2)],
+    "ARMAConv": lambda f, c, h: [pyg.ARMAConv(f, c, 2, 2)],
     "TAGConv": lambda f, c, h: [pyg.TAGConv(f, c)],
     "EdgeConv": lambda f, c, h: [pyg.EdgeConv(nn.Linear(2 * f, c))],
     "GatedGraphConv": lambda f, c, h: [pyg.GatedGraphConv(f, 2)],

@@ -99,7 +99,6 @@ def test_what_cannot_run_in_chunks_is_refused(layers, kind, told):
     with pytest.raises(kind, match=told):
         read_stack(layers)
     read_stack([GENConv(2, 2, norm=None), LayerNorm(2, mode="node")])
-    read_stack([GCNConv(2, 2, cached=True)])
 
 
 def test_prices_are_those_of_the_paper():

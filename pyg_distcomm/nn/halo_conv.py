@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -261,15 +261,16 @@ class _Visit:
     ) -> Tensor:
         """Returns the rows of `src` at ids, those of other ranks over the link."""
         spread = type(src) is DistTensor and type(index) is DistTensor
-        ids = ids_of(index) if spread and src.dim_ == 0 else None
+        of_nodes = spread and src.dim_ == layer.node_dim % src.dim()
+        ids = ids_of(index) if of_nodes else None
         place = None if ids is None else self.place(src, ids)
         if ids is None or place is None:
             return plain(src, index)
         halo, slot = place
-        known = (t for x, of, t in self.fetched if x is src and of is halo)
-        table = next(known, None)
-        table = self.table(layer, src, halo) if table is None else table
-        return DistTensor.from_local(table.index_select(0, slot), ids.rows)
+        known = [t for x, of, t in self.fetched if x is src and of is halo]
+        table = known[0] if known else self.table(layer, src, halo)
+        found = DistTensor.from_local(table.index_select(0, slot), ids.rows)
+        return found.movedim(0, src.dim_) if src.dim_ else found
 
     def place(self, src: Any, ids: Any) -> Any:
         """Returns the halo of rows at ids, and where they lie among own rows and ghosts."""
@@ -277,10 +278,10 @@ class _Visit:
         return None if plan is None or plan.halo.silent else (plan.halo, plan.slot)
 
     def table(self, layer: Any, src: Any, halo: Any) -> Tensor:
-        """Returns own rows and ghosts."""
+        """Returns own rows and ghosts, whose first dimension is that of the rows."""
         verb, given = self.now
         name = next((k for k, v in given.items() if _holds(v, src)), "")
-        local = src.to_local().contiguous()
+        local = src.to_local().movedim(src.dim_, 0).contiguous()
         coded = is_coded(layer, verb, name, local)
         call = self.call if coded else self.call.as_exact("attention depends on it")
         link = call.wrap(halo, len(NAMES) + self.coded)
@@ -304,7 +305,7 @@ class _ChunkVisit(_Visit):
         return None if ids.end != 0 else (None, ids.local)
 
     def table(self, layer: Any, src: Any, halo: Any) -> Tensor:
-        table = self.here.with_ghosts(src.to_local().contiguous())
+        table = self.here.with_ghosts(src.to_local().movedim(src.dim_, 0).contiguous())
         self.fetched.append((src, None, table))
         return table
 
@@ -404,8 +405,7 @@ def _check_edges_of_link(conv: Any, link: OwnLink, values: Any) -> None:
     """
     if link == "exact" or getattr(conv, "links_relations", False):
         return
-    groups = [v.values() if isinstance(v, Mapping) else (v,) for v in values]
-    edges = [v for group in groups for v in group if topology_of(v) is not None]
+    edges = [v for v in tree_leaves(values) if topology_of(v) is not None]
     alone = any(topology_of(v) is not None for v in values) and len(edges) == 1
     linked = link is not None or any(e.topology.link is not None for e in edges)
     if edges and linked and not alone:

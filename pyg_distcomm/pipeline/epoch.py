@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives, random
@@ -83,10 +84,7 @@ class StageTensors:
 
     def pack(self, values: Values) -> Tensor:
         """Returns values as one matrix `[n_c, width]`, differentiably."""
-        parts = []
-        for name in self.names:
-            value = values[name]
-            parts += list(value) if isinstance(value, (list, tuple)) else [value]
+        parts = tree_leaves([values[name] for name in self.names])
         flat = [p.to_local() for p in parts]
         flat = [p.flatten(1) if p.dim() > 1 else p.unsqueeze(1) for p in flat]
         packed = torch.cat(flat, 1) if len(flat) > 1 else flat[0].contiguous()

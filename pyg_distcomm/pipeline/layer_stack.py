@@ -35,8 +35,7 @@ _CHUNK_NORMS = (
     *(_NormBase, pyg.BatchNorm, pyg.HeteroBatchNorm, pyg.InstanceNorm, pyg.GraphNorm),
     *(pyg.GraphSizeNorm, pyg.PairNorm, pyg.MeanSubtractionNorm, pyg.DiffGroupNorm),
 )
-_CACHED_LAYERS = (pyg.GCNConv, pyg.GCN2Conv)  # ours ignore cached=True: the plan caches
-_PASSED_BY_NAME = frozenset(("x", "edge_index"))
+_KEPT_EDGES = "_cached_edge_index"  # of layers of which cached=True keeps edges only
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,16 +53,19 @@ class StackLayer:
         return f"layer {self.name} ({kind}: {head})"
 
     def converted(self) -> StackLayer:
-        """Returns the layer in its distributed form, without activation checkpointing.
+        """Returns the layer in its distributed form, without checkpointing and cached edges.
 
-        A pipeline recomputes whole chunks; a checkpointed layer would exchange rows again.
+        Else it would exchange rows again as a chunk is recomputed, or keep one chunk's edges.
         """
         if not isinstance(self.run, Module):
             return self
-        run = convert(self.run)
+        run: Any = convert(self.run)
         for part in run.modules():
             if isinstance(part, pyg.DeepGCNLayer):
                 part.ckpt_grad = False
+            if hasattr(part, _KEPT_EDGES):
+                part.cached = part._cached_edge_index = part._cached_adj_t = None
+                vars(part).pop("first_edges", None)
         return replace(self, run=run)
 
     @property
@@ -153,7 +155,7 @@ def _argument_names(module: torch.nn.Module) -> list[str]:
         inner = getattr(module, "conv", None)
         return _argument_names(inner) if isinstance(inner, torch.nn.Module) else ["x"]
     return [
-        p.name for p in named if p.default is p.empty or p.name in _PASSED_BY_NAME
+        p.name for p in named if p.default is p.empty or p.name in ("x", "edge_index")
     ] or ["x"]
 
 
@@ -178,10 +180,10 @@ def _check(layer: StackLayer) -> None:
                 f"({type(module).__name__}), which one chunk does not know; use another "
                 "aggregation, or train without a pipeline"
             )
-        if getattr(module, "cached", False) and type(module) not in _CACHED_LAYERS:
+        if getattr(module, "cached", False) and not hasattr(module, _KEPT_EDGES):
             raise ValueError(
-                f"{layer} caches the edges of its first call (cached=True), but each chunk "
-                "has its own; leave cached out: a pipeline caches what it derives from edges"
+                f"{layer} keeps the rows of its first call (cached=True), but each chunk has "
+                "its own; leave cached out"
             )
     if any(map(is_lazy, layer.parameters)):
         raise ValueError(
