@@ -185,8 +185,7 @@ DECOMPOSED = {
     "dstack": lambda x: torch.dstack([x, -x]),
     "column_stack": lambda x: torch.column_stack([x[:, 0], x]),
     "repeat": lambda x: x.repeat(2, 3),
-    "repeat columns": lambda x: x.repeat_interleave(2, dim=1),
-    "repeat rows": lambda x: x.repeat_interleave(2, dim=0),
+    "repeat both": lambda x: x.repeat_interleave(2, 1).repeat_interleave(2, 0),
     "repeat by numbers": lambda x: x.repeat_interleave(
         torch.arange(50, device=x.device) % 3, 0
     ),
@@ -261,6 +260,7 @@ WITHIN = {
     "prelu": lambda x: F.prelu(x, weights(x, 7)),
     "prelu of one": lambda x: F.prelu(x, weights(x, 1)),
     "hardswish": lambda x: F.hardswish(x) + F.hardsigmoid(x),
+    "distances": lambda x: torch.cdist(x, counted(x, 5, 7)),
     "mish": lambda x: F.mish(x),
     "shrinks": lambda x: F.hardshrink(x) + F.softshrink(x),
     "bce": lambda x: F.binary_cross_entropy_with_logits(x, other(x)),

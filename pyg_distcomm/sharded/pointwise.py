@@ -271,8 +271,7 @@ _SIZES = ("input_size", "input_sizes")  # of the whole
 
 def _named(names: str) -> list[Any]:
     """Returns ops by their names, and those that take their gradients."""
-    ends = "", "_backward"
-    every = [name + end for name in names.split() for end in ends]
+    every = [name + end for name in names.split() for end in ("", "_backward")]
     return [getattr(aten, name) for name in every if hasattr(aten, name)]
 
 
@@ -461,6 +460,7 @@ _NAMED = _named(
 )
 _ALONE = (*_LAST, *_NAMED, *_WITH_WEIGHTS, *_TABLES)
 rule(*(f for op in _ALONE for f in overloads(op) if not f._schema.is_mutable))(alone)
+rule(aten._euclidean_dist.default)(decomposed)
 _LOSSES = """binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss
     smooth_l1_loss soft_margin_loss"""
 
