@@ -169,15 +169,17 @@ def test_undirected_edges_get_their_reverse(tmp_path, monkeypatch, form):
 
 
 WRONG = {
-    "a letter": ("e.txt", "0 1\n2 b\n", "'f1' holds string, wanted node ids"),
+    "a letter": ("e.txt", "0 1\n2 b\n", "in 'f1' the node 'b', wanted"),
     "one id": ("e.txt", "0 1\n3\n", "Row #2: Expected 2 columns, got 1: 3"),
     "a table": ("e.csv", "a,b\n0,1\n1,2,3\n", "Row #3: Expected 2 columns, got 3"),
-    "no number": ("e.csv", "0,1\n1,x\n", "'f1' holds string, wanted node ids"),
-    "fraction": ("e.txt", "0 1\n1.5 2\n", "'f0' holds double, wanted node ids"),
-    "negative": ("e.txt", "0 -1\n", "edge 0 has the node -1, but ids are 0"),
+    "no number": ("e.csv", "0,1\n1,x\n", "in 'f1' the node 'x', wanted"),
+    "fraction": ("e.txt", "0 1\n1.5 2\n", "in 'f0' the node '1.5', wanted"),
+    "negative": ("e.txt", "0 -1\n", "edge 0 has in 'f1' the node '-1'"),
     "huge": ("e.txt", "0 1\n0 2147483647\n", "edge 1 has the node 2147483647, but"),
     "large": ("e.txt", "0 1\n0 9\n", "edge 1 has the node 9, but ids are 0 .. 4"),
     "return": ("e.txt", "0 1\n1\r0 5\n", "Row #2: Expected 2 columns, got 1: 1"),
+    "zero": ("e.txt", "0 1\n1 01\n", "edge 1 has in 'f1' the node '01', wanted 0 .. n"),
+    "index": ("e.csv", ",src,dst\n0,0,1\n", "a name of each column.*index=False"),
     "gaps": ("e.txt", "0 2000000000\n5 7\n", "ids up to 2000000000, and each"),
 }
 
@@ -447,9 +449,12 @@ def test_a_table_is_cut_as_arrays_are(tmp_path, monkeypatch, ending, undirected)
     ("columns", "why"),
     [
         ({"a": [0], "b": [1], "c": [2]}, r"two columns named src and dst.*got a, b, c"),
-        ({"src": [0, 7], "dst": [1, -2]}, r"edge 1 has the node -2"),
-        ({"src": [0.5], "dst": [1]}, r"'src' holds double, wanted node ids"),
-        ({"src": ["a"], "dst": ["b"]}, r"'src' holds string, .* of a table of nodes"),
+        ({"src": [0, 7], "dst": [1, -2]}, r"edge 1 has in 'dst' the node -2"),
+        ({"src": [0.5], "dst": [1]}, r"edge 0 has in 'src' the node 0.5, wanted 0"),
+        (
+            {"src": ["a"], "dst": ["b"]},
+            r"in 'src' the node 'a', .* of a table of nodes",
+        ),
         ({"src": [0, None], "dst": [1, 2]}, r"'src' has 1 missing values"),
         ({"src": [0], "dst": [1], "when": ["today"]}, r"'when' holds string"),
         ({"src": [0, 1], "dst": [1, 0], "w": [[1.0], [1.0, 2.0]]}, r"1 to 2 numbers"),
@@ -485,11 +490,49 @@ def test_ids_of_any_kind_are_looked_up(tmp_path, monkeypatch, ids, method, endin
     same_folders(tmp_path / "got", tmp_path / "want", 3)
 
 
-def test_a_first_edge_of_texts_is_no_line_of_names(tmp_path):
-    nodes = write(tmp_path / "nodes.parquet", pa.table({"id": ["a", "b"], "y": [0, 1]}))
-    (tmp_path / "edges.csv").write_text("a,b\nb,a\nb,b\n")
-    partition_files(tmp_path / "edges.csv", tmp_path / "parts", 1, node_table=nodes)
-    assert read_part(tmp_path / "parts", 0).edge_index.size(1) == 3
+AS_WRITTEN = {  # text of edges, ids of nodes in a table and as text: ends or what is told
+    "zeros": ("src,dst\n01,1\n1, 2\n", ["1", "01", "2"], [[1, 0], [0, 2]]),
+    "more digits": (
+        f"a,b\n{2**64},{2**64 - 1}",
+        [str(2**64 - 1), str(2**64)],
+        [[1], [0]],
+    ),
+    "a time": ("src,dst\n2020-01-01 00:00:00,true\n", ["true", "2020-01-01 00:00:00"]),
+    "names": ("user,item\na,b\n", ["a", "b"], [[0], [1]]),
+    "known names": ("from,to\nto,from\n", ["from", "to"], [[1], [0]]),
+    "either": (
+        "a,b\nb,a\n",
+        ["a", "b"],
+        "first line, a, b, may be an edge of nodes of 'id'",
+    ),
+    "one of two": ("a,item\nb,a\n", ["a", "b"], "put src,dst above it, or rename"),
+    "no zero": (
+        "src,dst\n5,01\n",
+        ["1", "5"],
+        "in 'dst' the node '01', which is in no row",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+@pytest.mark.parametrize("table", ["nodes.parquet", "nodes.csv"])
+def test_ids_of_texts_are_what_is_written(tmp_path, name, table):
+    text, ids, want = (*AS_WRITTEN[name], [[1], [0]])[:3]
+    edges = write_text(tmp_path / "edges.csv", text)
+    nodes = pa.table({"id": ids, "y": [0] * len(ids)})
+    given = {"node_table": tmp_path / table}
+    if table == "nodes.csv":
+        write_text(
+            tmp_path / table, "\n".join(["id,y", *(f"{name},0" for name in ids)])
+        )
+    else:
+        write(tmp_path / table, nodes)
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=want):
+            partition_files(edges, tmp_path / "out", 1, **given)
+        return
+    partition_files(edges, tmp_path / "out", 1, **given)
+    assert read_part(tmp_path / "out", 0).edge_index.tolist() == want
 
 
 def test_wrong_tables_of_nodes_are_named(tmp_path):
@@ -504,12 +547,14 @@ def test_wrong_tables_of_nodes_are_named(tmp_path):
     twice = write(tmp_path / "twice.parquet", node_table(graph(), twice))
     numbered = edge_table(graph(), ("From", "To"))
     numbered = write(tmp_path / "numbered.parquet", numbered)
+    unnamed = write_text(tmp_path / "unnamed.csv", "0,1.5\n1,0.5\n")
     bad = tmp_path / "bad.parquet"
     bad.write_bytes(b"PAR1 nonsense PAR1")
     for path, table, why in (
         (edges, nodes, r"edge 2 has in 'src' the node 'd'.*no row of"),
         (arrays, nodes, r"not 0 .. 2.*edges.npy one \(.csv"),
         (numbered, twice, r"'id' holds 4 2 times"),
+        (numbered, unnamed, r"wanted a name of each column in the first line.*'f0'"),
         (numbered, bad, r"bad.parquet: cannot be read"),
         (tmp_path / "none.parquet", None, r"none.parquet: missing"),
     ):
