@@ -23,7 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
@@ -46,7 +45,6 @@ from pyg_distcomm.partition.layout import (
     write_meta,
 )
 from pyg_distcomm.partition.part_share import (
-    EDGE_NAMES,
     NODE_NAMES,
     DividedGraph,
     Kind,
@@ -54,11 +52,13 @@ from pyg_distcomm.partition.part_share import (
     PartShare,
     batch_kind,
     check_hetero,
+    has_rows,
     labels_own_index,
     owners_of_all,
     read_ids,
     types_from_meta,
     types_to_meta,
+    with_tensors,
 )
 from pyg_distcomm.partition.partition import (
     Grid,
@@ -95,6 +95,7 @@ def write_folder(
     """
     out = Path(out)
     check_target(out, force)
+    data = with_tensors(data)
     if isinstance(data, HeteroData):
         declared = [*node_attrs, *edge_attrs]
         if declared or grid is not None:
@@ -386,12 +387,12 @@ def graph_kinds(
         for name in store:
             if name in STRUCTURE and level != "graph":
                 continue
-            fits = level == "graph" or (
-                _length(data, store, name) == count
-                and not _is_of_graph(store, name)
-                and batch_kind(data, store, name) != "graph"
-            )
-            found[store._key, name] = level if fits else "graph"
+            length, kind = _length(data, store, name), batch_kind(data, store, name)
+            free = level == "graph" or kind == "graph" or _is_of_graph(store, name)
+            if not free and length != count:
+                wanted = f"does not fit the {count} {level}s of {store._key!r}"
+                _check_whole(name, store[name], length, wanted)
+            found[store._key, name] = "graph" if free or length != count else level
     return found
 
 
@@ -405,7 +406,7 @@ def attribute_kinds(
 ) -> dict[str, Kind]:
     """Returns the kind of each attribute of `data`, without edge_index and num_nodes.
 
-    A tensor or array is of the nodes or of the edges if its first dimension has their
+    A tensor is of the nodes or of the edges if its first dimension has their
     number and is the one that PyG would concatenate; all others are of the graph. If there
     are as many nodes as edges, names decide: those with "edge" in them against x, y, pos,
     batch and *_mask. Labels of another index, such as edge_label of edge_label_index, are of
@@ -457,22 +458,27 @@ def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
             f"{name!r} could be of the nodes or of the edges, of which there are {length} "
             f"each; say which with node_attrs=[{name!r}] or edge_attrs=[{name!r}]"
         )
-    if length is not None and (name in ("x", *EDGE_NAMES) or name.endswith("_mask")):
-        raise ValueError(
-            f"{name!r} fits neither the {counts['node']} nodes nor the {counts['edge']} "
-            f"edges: {_shape_text(data[name])}; make it as long, or rename it to keep it "
-            "as it is"
-        )
+    either = f"fits neither the {counts['node']} nodes nor the {counts['edge']} edges"
+    _check_whole(name, data[name], length, either)
     return "graph"
+
+
+def _check_whole(name: str, value: Any, length: int | None, wanted: str) -> None:
+    """Raises ValueError for a tensor with the name of what has rows, which does not fit."""
+    if length is not None and has_rows(name):
+        raise ValueError(
+            f"{name!r} {wanted}: {_shape_text(value)}; make it as long, or rename it to "
+            "keep it as it is"
+        )
 
 
 def _length(data: Any, store: Any, name: str) -> int | None:
     """Returns the length of the dimension that PyG concatenates, if it is the first."""
     value = store[name]
-    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return None
     dim = data.__cat_dim__(name, value, *(() if store is data else (store,)))
-    if not isinstance(dim, int) or dim % value.ndim != 0:
+    if not isinstance(dim, int) or dim % value.dim() != 0:
         return None
     return int(value.shape[0])
 

@@ -9,6 +9,7 @@ type of nodes and one of edges, None, and its attributes have their names as key
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -386,9 +387,7 @@ class DividedGraph:
         for (key, name), kind in self._kinds.items():
             value = stores[key][name]
             if kind != "graph":
-                is_array = isinstance(value, np.ndarray)
-                value = (torch.from_numpy(value) if is_array else value).detach()
-                value = value[ids[kind, key].to(value.device)]
+                value = value.detach()[ids[kind, key].to(value.device)]
             rows[kind][types.key(key, name)] = value
         return PartShare(
             part=part,
@@ -425,6 +424,57 @@ class DividedGraph:
         return replace(figures, edge_cut=cut_edges, **sums)
 
 
+def with_tensors(data: Any) -> Any:
+    """Returns a graph of which NumPy's arrays are tensors.
+
+    Raises:
+        TypeError: for an array that is no numbers, and numbers in a list where rows of nodes
+            or edges are wanted. Other lists stay whole on all ranks.
+    """
+    data = copy.copy(data)
+    for store in data.stores:
+        of = "data" if store._key is None else f"data[{store._key!r}]"
+        for name, value in list(store.items()):
+            if isinstance(value, np.ndarray):
+                store[name] = _tensor(f"{of}.{name}", value)
+            elif _lists_rows(data, store, name, value):
+                raise TypeError(
+                    f"{of}.{name} is a {type(value).__name__}, wanted a tensor with a row for "
+                    "each node or edge; give torch.tensor of it, or, to have it whole on all "
+                    "ranks, rename it"
+                )
+    return data
+
+
+def _tensor(name: str, array: np.ndarray) -> Tensor:
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"{name} is an array of {array.dtype}, wanted numbers or booleans; delete or "
+            "convert it, or, to have it whole on all ranks, give it as a list"
+        )
+    native = array.dtype.newbyteorder("=")
+    writable = np.require(array, native, ["C", "W"])
+    return torch.from_numpy(writable)
+
+
+def _lists_rows(data: Any, store: Any, name: str, value: Any) -> bool:
+    """Returns whether a list of numbers has the name of what has rows."""
+    if store._key is None and isinstance(data, HeteroData):
+        return False
+    first = value
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    if first is value or not isinstance(first, (int, float, Tensor)):
+        return False
+    fits = name in NODE_NAMES and len(value) == getattr(store, "num_nodes", None)
+    return fits or has_rows(name)
+
+
+def has_rows(name: str) -> bool:
+    """Returns whether the name of an attribute is that of one with rows."""
+    return name in ("x", *EDGE_NAMES) or name.endswith("_mask")
+
+
 def check_hetero(data: HeteroData) -> None:
     """Raises for a HeteroData that cannot be partitioned, naming the type."""
     if not data.node_stores:
@@ -442,8 +492,13 @@ def check_hetero(data: HeteroData) -> None:
         edges = store.get("edge_index")
         if not isinstance(edges, Tensor):
             raise TypeError(
-                f"edge type {store._key}: edge_index is {type(edges).__name__}; partition "
-                "needs the [2, num_edges] tensor"
+                f"edge type {store._key}: edge_index is {type(edges).__name__}, wanted a "
+                "tensor [2, num_edges], also in place of an adj_t"
+            )
+        if missing := {source, target} - {*data.node_types}:
+            raise ValueError(
+                f"edge type {store._key}: the graph has no node type {missing.pop()!r}, but "
+                f"{data.node_types}; give it num_nodes or x"
             )
         sizes = [int(data[end].num_nodes) for end in (source, target)]
         try:
