@@ -33,6 +33,7 @@ from torch_geometric.data.storage import (
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
+from pyg_distcomm.partition.part_share import with_tensors
 
 __all__ = ["digits", "generated", "load_dataset", "load_saved_graph"]
 
@@ -160,13 +161,10 @@ def _from_npz(path: Path) -> Data:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+        held = {n: array if array.ndim else array.item() for n, array in arrays.items()}
+        return with_tensors(Data.from_dict(held))
     except Exception as error:  # NumPy evaluates what headers say
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    values = {
-        name: torch.from_numpy(array) if array.ndim else array.item()
-        for name, array in arrays.items()
-    }
-    return Data.from_dict(values)
 
 
 def _dict(*_: Any) -> dict[Any, Any]:

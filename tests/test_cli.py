@@ -248,6 +248,7 @@ def test_first_checks_know_what_the_package_knows():
     ("flags", "words"),
     [
         ("--node-file edge_index=x.npy", "edge_index: got a file for it"),
+        ("--edge-file num_nodes=x.npy", "num_nodes: got a file for it"),
         (
             "--node-file x=x.npy --edge-file x=x.npy",
             "x: got a file for it, x.npy, beside x.npy",

@@ -83,7 +83,7 @@ HELD = {  # in the place of tensors with rows, in a Data or at the nodes a of a 
     "y": ((0, 1) * 3, "y is a tuple, wanted a tensor with a row for each"),
     "train_mask": ([True] * 6, "train_mask is a list, wanted a tensor"),
     "names": (np.array(["a"] * 6), "names is an array of <U1, wanted numbers"),
-    "val_mask": (torch.ones(5).bool(), "'val_mask' (fits neither|does not fit) the 6"),
+    "val_mask": (torch.ones(5).bool(), "'val_mask' does not fit the 6"),
     "titles": (["a"] * 6, ""),
     "pos": (np.ones((6, 2), ">f4")[::-1], None),  # of another machine, from the end
     "test_mask": (np.broadcast_to(True, 6), None),

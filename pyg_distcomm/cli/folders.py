@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,11 @@ def run_partition(arguments: argparse.Namespace) -> int:
 
 
 def _from_files(arguments: argparse.Namespace) -> PartitionReport:
+    _refuse(
+        arguments,
+        ("node_attr", "edge_attr"),
+        "whose attributes --node-file and --edge-file name",
+    )
     return partition_files(
         arguments.dataset,
         arguments.out,
@@ -65,20 +70,13 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
         node_files=_named_files("--node-file", arguments.node_file),
         edge_files=_named_files("--edge-file", arguments.edge_file),
         node_table=arguments.node_table,
-        node_attrs=arguments.node_attr,
-        edge_attrs=arguments.edge_attr,
         force=arguments.force,
     )
 
 
 def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
     only = ("num_nodes", "undirected", "node_file", "edge_file", "node_table")
-    given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)}: got the graph {arguments.dataset!r}, wanted edges in "
-            "files; leave these options out"
-        )
+    _refuse(arguments, only, "wanted edges in files")
     data = load_dataset(arguments.dataset, hetero=True)
     if isinstance(data, HeteroData):
         check_hetero(data)
@@ -92,6 +90,16 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
         grid=arguments.grid,
         force=arguments.force,
     )
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raises ValueError for options that are not for such a graph."""
+    given = [f"--{n.replace('_', '-')}" for n in names if getattr(arguments, n)]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: got the graph {arguments.dataset!r}, {why}; leave these "
+            "options out"
+        )
 
 
 def _named_files(option: str, given: list[str]) -> dict[str, Path]:

@@ -140,7 +140,7 @@ def _owners(data: Data | HeteroData, partition: Partition | OwnersByType) -> Par
 
 
 def read_part(
-    folder: str | Path, part: int, *, verify: Verify = "checksums", mmap: bool = True
+    folder: str | Path, part: int, *, verify: Verify = "checksums"
 ) -> PartShare:
     """Reads one part, and no file of another.
 
@@ -162,7 +162,7 @@ def read_part(
         _part_files(meta, part), "checking files", disable=off, leave=False
     ):
         check_file(folder, meta, name, verify)
-    share = _read(folder, meta, part, mmap)
+    share = _read(folder, meta, part)
     problems, share = read_ids(share, folder / part_name(part))
     if problems:
         raise ValueError(f"{problems[0]}; write the folder again")
@@ -178,7 +178,7 @@ def _part_files(meta: Meta, part: int) -> list[str]:
     return [*whole, *(f"{part_name(part)}/{name}" for name in names)]
 
 
-def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
+def _read(folder: Path, meta: Meta, part: int) -> PartShare:
     here = folder / part_name(part)
     nodes, edges = meta["report"]["nodes"][part], meta["report"]["edges"][part]
     types = types_from_meta(meta)
@@ -190,16 +190,14 @@ def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
             count = types.of(kind)[types.split(name)[0]][part]
         shape = attr["shape"] if count is None else [count, *attr["shape"][1:]]
         path = (folder if count is None else here) / file_name(kind, name)
-        rows[kind][name] = read_array(path, attr["dtype"], shape, mmap)
+        rows[kind][name] = read_array(path, attr["dtype"], shape)
     return PartShare(
         part=part,
-        partition=_read_partition(folder, meta, mmap),
+        partition=_read_partition(folder, meta),
         num_edges_global=meta["num_edges"],
-        node_gid=read_array(here / "node_gid.npy", "int64", [nodes], mmap),
-        edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], mmap, ids=True),
-        edge_index=read_array(
-            here / "edge_index.npy", "int64", [2, edges], mmap, ids=True
-        ),
+        node_gid=read_array(here / "node_gid.npy", "int64", [nodes]),
+        edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], ids=True),
+        edge_index=read_array(here / "edge_index.npy", "int64", [2, edges], ids=True),
         node=rows["node"],
         edge=rows["edge"],
         graph={**rows["graph"], **meta["values"]},
@@ -207,11 +205,11 @@ def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
     )
 
 
-def _read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
+def _read_partition(folder: Path, meta: Meta) -> Partition:
     """Reads the partition of the nodes; raises ValueError, naming the file, when damaged."""
     path, num_parts = folder / OWNER, meta["num_parts"]
     dtype = dtype_name(owner_dtype(num_parts))
-    owner = read_array(path, dtype, [meta["num_nodes"]], mmap)
+    owner = read_array(path, dtype, [meta["num_nodes"]])
     try:
         partition = Partition.from_owner(owner, num_parts)
     except ValueError as error:
@@ -377,22 +375,16 @@ def graph_kinds(
     if isinstance(data, Data):
         kinds = attribute_kinds(data, node_attrs, edge_attrs)
         return {(None, name): kind for name, kind in kinds.items()}
-    found: dict[tuple[Any, str], Kind] = {}
-    counts: dict[Any, tuple[Kind, int]] = {
-        **{s._key: ("node", int(s.num_nodes or 0)) for s in data.node_stores},
-        **{s._key: ("edge", s.edge_index.size(1)) for s in data.edge_stores},
+    found: dict[tuple[Any, str], Kind] = {
+        (None, name): "graph" for name in data._global_store
     }
-    for store in data.stores:
-        level, count = counts.get(store._key, ("graph", -1))
-        for name in store:
-            if name in STRUCTURE and level != "graph":
-                continue
-            length, kind = _length(data, store, name), batch_kind(data, store, name)
-            free = level == "graph" or kind == "graph" or _is_of_graph(store, name)
-            if not free and length != count:
-                wanted = f"does not fit the {count} {level}s of {store._key!r}"
-                _check_whole(name, store[name], length, wanted)
-            found[store._key, name] = "graph" if free or length != count else level
+    counts: dict[Any, dict[Kind, int]] = {
+        **{s._key: {"node": int(s.num_nodes or 0)} for s in data.node_stores},
+        **{s._key: {"edge": s.edge_index.size(1)} for s in data.edge_stores},
+    }
+    for key, count in counts.items():
+        for name in [name for name in data[key] if name not in STRUCTURE]:
+            found[key, name] = _attribute_kind(data, data[key], name, None, count)
     return found
 
 
@@ -425,25 +417,29 @@ def attribute_kinds(
     for name in declared:
         if name not in data or name in STRUCTURE:
             raise ValueError(f"{name!r} is declared, but is no attribute of {data}")
+    counts: dict[Kind, int] = {"node": int(data.num_nodes or 0), "edge": data.num_edges}
     return {
-        name: _attribute_kind(
-            data, name, declared.get(name) or batch_kind(data, data, name)
-        )
+        name: _attribute_kind(data, data, name, declared.get(name), counts)
         for name in data.to_dict()  # data.keys() has no fixed order
         if name not in STRUCTURE and name in data  # a Batch adds _num_nodes
     }
 
 
-def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
-    length = _length(data, data, name)
-    counts: dict[Kind, int] = {"node": int(data.num_nodes or 0), "edge": data.num_edges}
-    if declared == "graph" or (declared is None and _is_of_graph(data, name)):
+def _attribute_kind(
+    data: Any, store: Any, name: str, declared: Kind | None, counts: dict[Kind, int]
+) -> Kind:
+    """Returns the kind of an attribute of a store, where there are as many of each kind."""
+    length, declared = (
+        _length(data, store, name),
+        declared or batch_kind(data, store, name),
+    )
+    if declared == "graph" or (declared is None and _is_of_graph(store, name)):
         return "graph"
     if declared is not None:
-        if length != counts[declared]:
+        if length != counts.get(declared):
             raise ValueError(
                 f"{name!r} is declared as an attribute of the {declared}s, of which "
-                f"there are {counts[declared]}, but {_shape_text(data[name])}"
+                f"there are {counts.get(declared)}, but {_shape_text(store[name])}"
             )
         return declared
     fits = [kind for kind, count in counts.items() if count == length]
@@ -458,18 +454,14 @@ def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
             f"{name!r} could be of the nodes or of the edges, of which there are {length} "
             f"each; say which with node_attrs=[{name!r}] or edge_attrs=[{name!r}]"
         )
-    either = f"fits neither the {counts['node']} nodes nor the {counts['edge']} edges"
-    _check_whole(name, data[name], length, either)
-    return "graph"
-
-
-def _check_whole(name: str, value: Any, length: int | None, wanted: str) -> None:
-    """Raises ValueError for a tensor with the name of what has rows, which does not fit."""
     if length is not None and has_rows(name):
+        wanted = " and ".join(f"{count} {kind}s" for kind, count in counts.items())
+        of = f" of {store._key!r}" if store is not data else ""
         raise ValueError(
-            f"{name!r} {wanted}: {_shape_text(value)}; make it as long, or rename it to "
-            "keep it as it is"
+            f"{name!r} does not fit the {wanted}{of}: {_shape_text(store[name])}; make it as "
+            "long, or rename it to keep it as it is"
         )
+    return "graph"
 
 
 def _length(data: Any, store: Any, name: str) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -194,13 +195,8 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
     Args:
         parts: the parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
         num_parts: the new number of parts, P.
-
-    Raises:
-        ValueError: if one part has rows of another name, width or dtype than the first.
     """
     first = parts[0]
-    for other in parts[1:]:
-        _check_same_attributes(first, other)
     before = first.partition.num_parts
     if num_parts == before:
         return first
@@ -230,19 +226,6 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
         graph=first.graph,
         types=first.types.merged(new_part.tolist(), num_parts),
     )
-
-
-def _check_same_attributes(first: PartShare, other: PartShare) -> None:
-    for kind in ("node", "edge"):
-        one, two = (
-            {n: f"{list(rows.shape[1:])} {rows.dtype}" for n, rows in held.items()}
-            for held in (getattr(first, kind), getattr(other, kind))
-        )
-        if one != two:
-            raise ValueError(
-                f"parts {first.part} and {other.part} cannot be merged: their {kind} rows "
-                f"are {one} and {two}; write the folder again"
-            )
 
 
 def labels_own_index(store: Any, name: str) -> bool:
@@ -452,9 +435,12 @@ def _tensor(name: str, array: np.ndarray) -> Tensor:
             f"{name} is an array of {array.dtype}, wanted numbers or booleans; delete or "
             "convert it, or, to have it whole on all ranks, give it as a list"
         )
-    native = array.dtype.newbyteorder("=")
-    writable = np.require(array, native, ["C", "W"])
-    return torch.from_numpy(writable)
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    if not array.flags.writeable and not isinstance(array, np.memmap):
+        array = array.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a file that is read-only
+        return torch.from_numpy(array)
 
 
 def _lists_rows(data: Any, store: Any, name: str, value: Any) -> bool:
