@@ -104,9 +104,12 @@ def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
     groups = max(1, num_nodes // COMMUNITY)
     place = torch.randperm(num_nodes, generator=rng)  # node i, in order of community
     src = torch.arange(num_nodes).repeat_interleave(max(1, degree // 2))
-    first, size = _bounds(src * groups // max(num_nodes, 1), groups, num_nodes)
+    group = src * groups // max(num_nodes, 1)
+    first, after = (-(-k * num_nodes // groups) for k in (group, group + 1))
     dice = torch.rand(2, src.numel(), generator=rng, dtype=torch.float64)
-    dst = torch.where(dice[0] < 0.8, first + dice[1] * size, dice[1] * num_nodes).long()
+    dst = torch.where(
+        dice[0] < 0.8, first + dice[1] * (after - first), dice[1] * num_nodes
+    ).long()
     pairs = place[torch.stack([src, dst])]
     pairs = pairs[:, pairs[0] != pairs[1]]
     class_of = torch.randint(CLASSES, (groups,), generator=rng)
@@ -122,13 +125,6 @@ def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
         val_mask=(part >= 0.5) & (part < 0.75),
         test_mask=part >= 0.75,
     )
-
-
-def _bounds(group: Tensor, groups: int, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns the first node and the size of each node's community, before shuffling."""
-    first = -(-group * num_nodes // groups)
-    after = -(-(group + 1) * num_nodes // groups)
-    return first, after - first
 
 
 def _masks_per_class(

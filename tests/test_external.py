@@ -2,17 +2,15 @@
 
 import gzip
 import re
-import sys
 import tracemalloc
 import zipfile
+from contextlib import nullcontext
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiers
 import torch
-import worlds
 from torch_geometric.data import Data
 
 from pyg_distcomm.cli import main
@@ -299,60 +297,22 @@ def test_no_edges_tell_no_number_of_nodes(tmp_path, name):
 
 def test_the_command_takes_files(tmp_path, capsys):
     data = graph()
-    path = str(write_text(tmp_path / "e.csv.gz", as_text(data.edge_index, ",")))
-    np.save(tmp_path / "x.npy", data.x.numpy())
-    np.save(tmp_path / "w.npy", data.edge_attr[:, 0].numpy())
-    out = str(tmp_path / "out")
-    flags = ["--parts", "4", "--method", "random", "--refine", "--grid", "2", "2", "1"]
-    files = ["--node-file", f"x={tmp_path}/x.npy", "--edge-file", f"w={tmp_path}/w.npy"]
-    assert main(["partition", path, out, *flags, *files, "--checksums"]) == 0
+    path, files = write_arrays(tmp_path / "g", data)
+    how = ["--parts", "4", "--method", "random", "--refine", "--grid", "2", "2", "1"]
+    for kind, named in files.items():
+        flag = f"--{kind.replace('_files', '-file')}"
+        how += [
+            word for name, file in named.items() for word in (flag, f"{name}={file}")
+        ]
+    assert main(["partition", str(path), str(tmp_path / "out"), *how]) == 0
     table, err = capsys.readouterr()
     assert err == ""
     assert "on a grid of 2 x 2 x 1" in table
-    share = read_part(out, 2)
+    share = read_part(tmp_path / "out", 2)
     assert torch.equal(share.node["x"], data.x[share.node_gid])
-    assert torch.equal(share.edge["w"], data.edge_attr[share.edge_gid, 0])
-    assert main(["inspect", out]) == 0
+    assert torch.equal(share.edge["edge_attr"], data.edge_attr[share.edge_gid])
+    assert main(["inspect", str(tmp_path / "out")]) == 0
     assert table.partition("\nwrote ")[0] in capsys.readouterr().out
-    assert main(["partition", "digits", out + "2", "--parts", "2", "--undirected"]) == 2
-    told = "--undirected: got the graph 'digits', wanted edges in files"
-    assert told in capsys.readouterr().err
-
-
-def _grown(home, n):
-    """How much higher the peak of memory is for a large graph than for a small one."""
-
-    def peak():  # not ru_maxrss, which a child inherits from its parent
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if "VmHWM" in line)
-
-    small = home / "small.npy"
-    np.save(small, np.random.default_rng(0).integers(0, 99, (2, 600000)))
-    partition_files(small, home / "small", 4, num_nodes=99)
-    before, features = peak(), {"x": home / "x.npy"}
-    path = home / "big.npy"
-    partition_files(path, home / "big", 4, num_nodes=n, node_files=features)
-    return peak() - before
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_of_the_nodes_not_of_the_edges(tmp_path):
-    """Peak memory above a small run's is below 320 bytes per node; files are 4 times that."""
-    n, m, width = 100_000, 6_000_000, 128
-    rng = np.random.default_rng(0)
-    big = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.int64, (2, m))
-    for end in big:
-        end[:] = rng.integers(0, n, m)
-    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (n, width))
-    x[:] = np.arange(n)[:, None]
-    del big, x
-    (grown,) = worlds.anew(_grown, 1, tmp_path, n)
-    files = sum((tmp_path / name).stat().st_size for name in ("big.npy", "x.npy"))
-    assert grown < 320 * n
-    assert files > 4 * 320 * n
-    share = read_part(tmp_path / "big", 3)
-    assert torch.equal(share.node["x"][:, 5], share.node_gid.float())
 
 
 def communities(count, size, degree, seed=0):
@@ -377,17 +337,25 @@ def test_streaming_finds_communities(num_parts):
     assert imbalance(figures.edges) < 1.08
 
 
-def test_streaming_takes_a_fixed_memory_for_each_node():
-    n, parts = 400_000, 8
-    generator = np.random.default_rng(0)
-    edges = torch.from_numpy(generator.integers(0, n, (2, 400_000), dtype=np.int32))
+def test_memory_is_of_the_nodes_not_of_the_edges_or_features(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_tables, "CHUNK", 1 << 12)
+    monkeypatch.setattr(arrow_tables, "BYTES", 1 << 16)
+    n, m, parts = 10_000, 200_000, 8
+    np.save(tmp_path / "e.npy", np.random.default_rng(0).integers(0, n, (2, m)))
+    np.save(
+        tmp_path / "x.npy", np.arange(n, dtype=np.float32).repeat(99).reshape(n, 99)
+    )
+    how = {"num_nodes": n, "node_files": {"x": tmp_path / "x.npy"}}
+    cut(torch.tensor([[0], [1]]), 9, 2, "stream")  # loads its loops
     tracemalloc.start()
     try:
-        cut(edges, n, parts, "stream")
+        partition_files(tmp_path / "e.npy", tmp_path / "out", parts, **how)
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert held < n * (50 + 6 * parts) + 2 * 16 * cutters.CHUNK + 2**21
+    assert held < n * (50 + 6 * parts) + 2**20
+    share = read_part(tmp_path / "out", 3)
+    assert torch.equal(share.node["x"][:, 5], share.node_gid.float())
 
 
 # Tables of Arrow -------------------------------------------------------------------------
@@ -515,24 +483,16 @@ AS_WRITTEN = {  # text of edges, ids of nodes in a table and as text: ends or wh
 
 
 @pytest.mark.parametrize("name", AS_WRITTEN)
-@pytest.mark.parametrize("table", ["nodes.parquet", "nodes.csv"])
+@pytest.mark.parametrize("table", ["nodes.parquet", "nodes.csv.gz"])
 def test_ids_of_texts_are_what_is_written(tmp_path, name, table):
     text, ids, want = (*AS_WRITTEN[name], [[1], [0]])[:3]
     edges = write_text(tmp_path / "edges.csv", text)
-    nodes = pa.table({"id": ids, "y": [0] * len(ids)})
-    given = {"node_table": tmp_path / table}
-    if table == "nodes.csv":
-        write_text(
-            tmp_path / table, "\n".join(["id,y", *(f"{name},0" for name in ids)])
-        )
-    else:
-        write(tmp_path / table, nodes)
-    if isinstance(want, str):
-        with pytest.raises(ValueError, match=want):
-            partition_files(edges, tmp_path / "out", 1, **given)
-        return
-    partition_files(edges, tmp_path / "out", 1, **given)
-    assert read_part(tmp_path / "out", 0).edge_index.tolist() == want
+    nodes = write(tmp_path / table, pa.table({"id": ids}))
+    told = pytest.raises(ValueError, match=want) if isinstance(want, str) else None
+    with told or nullcontext():
+        partition_files(edges, tmp_path / "out", 1, node_table=nodes)
+    if told is None:
+        assert read_part(tmp_path / "out", 0).edge_index.tolist() == want
 
 
 def test_wrong_tables_of_nodes_are_named(tmp_path):

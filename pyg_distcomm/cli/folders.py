@@ -13,13 +13,10 @@ from typing import Any
 
 from torch_geometric.data import HeteroData
 
-from pyg_distcomm.cli import showing_time
+from pyg_distcomm.cli import announce
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.external import is_source, partition_files
-from pyg_distcomm.partition.folder import (
-    verify_folder,
-    write_folder,
-)
+from pyg_distcomm.partition.folder import verify_folder, write_folder
 from pyg_distcomm.partition.layout import Meta, folder_meta
 from pyg_distcomm.partition.part_share import (
     GraphTypes,
@@ -36,8 +33,8 @@ def run_partition(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm partition`."""
     out, parts = arguments.out, arguments.parts
     read = _from_files if is_source(arguments.dataset) else _from_memory
-    with showing_time(f"cutting {arguments.dataset} into {parts} parts"):
-        figures = read(arguments)
+    announce(f"cutting {arguments.dataset} into {parts} parts")
+    figures = read(arguments)
     problems = verify_folder(out) if arguments.checksums else []
     if arguments.json:
         return _as_json(problems, out=str(out), report=asdict(figures))

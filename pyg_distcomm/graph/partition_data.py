@@ -229,7 +229,6 @@ def _checked(data: Any) -> Any:
         check_edge_index(edge_index, int(data.num_nodes))
     if isinstance(data, HeteroData):
         check_hetero(data)
-    partition_data_types.check_dense(data)
     return data
 
 
@@ -287,13 +286,7 @@ def _digest_of_method(method: Any) -> str:
     """Returns the name of a method, or a hash of given owners."""
     if isinstance(method, Partition):
         method = method.owner
-    if isinstance(method, (Tensor, np.ndarray, list)):
-        return _digest(torch.as_tensor(method))
-    return (
-        str(method)
-        if method is None or isinstance(method, str)
-        else type(method).__name__
-    )
+    return _digest(torch.as_tensor(method) if isinstance(method, list) else method)
 
 
 def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:

@@ -248,6 +248,7 @@ class ArrowTable:
 
     def __init__(self, path: Path) -> None:
         self.path, self._named = path, True
+        self._texts: list[str] = []  # columns of a text file that are read as written
         if not path.is_file():
             raise ValueError(f"{path}: missing")
         if not is_table(path):
@@ -265,15 +266,12 @@ class ArrowTable:
             return sum(len(batch) for batch in self._batches(self.names[:1], ROWS)[1])
 
     def _batches(
-        self, columns: list[str] | None, rows: int, written: bool = False
+        self, columns: list[str] | None, rows: int
     ) -> tuple[Any, Iterator[Any]]:
-        """Returns the schema, and an iterator of record batches of some columns.
-
-        Those of text are texts if `written`; else their types are inferred.
-        """
+        """Returns the schema, and an iterator of record batches of some columns."""
         kind = ending(self.path)
         if kind in CSV:
-            reader = self._csv(columns, written)
+            reader = self._csv(columns)
             return reader.schema, reader
         form = "parquet" if kind == ".parquet" else "feather"
         data = _pyarrow("dataset").dataset(self.path, format=form)
@@ -284,7 +282,7 @@ class ArrowTable:
 
         return data.schema, batches()
 
-    def _csv(self, columns: list[str] | None, written: bool) -> Any:
+    def _csv(self, columns: list[str] | None) -> Any:
         """Returns pyarrow's reader of text, a block at a time."""
         csv, skipped, first = _pyarrow("csv"), 0, b""
         packed = self.path.suffix.lower() == ".gz"
@@ -312,7 +310,7 @@ class ArrowTable:
             csv.ParseOptions(delimiter=between),
             csv.ConvertOptions(
                 include_columns=columns,
-                column_types=dict.fromkeys(columns or () if written else (), "string"),
+                column_types=dict.fromkeys(self._texts, "string"),
                 null_values=[""],
                 strings_can_be_null=True,
             ),
@@ -343,16 +341,14 @@ class ArrowTable:
 
     def _ids(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
         """Yields columns of ids of the next rows; those of a text file as they are written."""
-        trim = _pyarrow("compute").ascii_trim_whitespace
-        for found in self._columns(columns, rows, True):
+        trim, self._texts = _pyarrow("compute").ascii_trim_whitespace, columns
+        for found in self._columns(columns, rows):
             yield [*map(trim, found)] if ending(self.path) in CSV else found
 
-    def _columns(
-        self, columns: list[str], rows: int, written: bool = False
-    ) -> Iterator[list[Any]]:
+    def _columns(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
         """Yields some columns of the next rows as pyarrow's arrays, without missing values."""
         with self._reading():
-            for batch in filter(len, self._batches(columns, rows, written)[1]):
+            for batch in filter(len, self._batches(columns, rows)[1]):
                 found = [batch.column(name) for name in columns]
                 for name, column in zip(columns, found, strict=True):
                     if column.null_count:
@@ -550,11 +546,9 @@ class NodeNames:
     def find(self, ids: Any) -> np.ndarray:
         """Returns the index of each id, int64; -1 if it is unknown."""
         compute = _pyarrow("compute")
-        if self.names is None:
-            found = _as_written(ids, _pyarrow("lib").int64())
-        else:
-            ids = _as_written(ids, self.names.type)
-            found = compute.index_in(ids, value_set=self.names)
+        index = self.names is None
+        ids = _as_written(ids, _pyarrow("lib").int64() if index else self.names.type)
+        found = ids if index else compute.index_in(ids, value_set=self.names)
         place: np.ndarray = compute.fill_null(found, -1).to_numpy(zero_copy_only=False)
         return place.astype(np.int64)
 

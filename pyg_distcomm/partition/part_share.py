@@ -411,8 +411,9 @@ def with_tensors(data: Any) -> Any:
     """Returns a graph of which NumPy's arrays are tensors.
 
     Raises:
-        TypeError: for an array that is no numbers, and numbers in a list where rows of nodes
-            or edges are wanted. Other lists stay whole on all ranks.
+        TypeError: for a sparse tensor, of which ranks would hold rows, an array that is no
+            numbers, and numbers in a list where rows of nodes or edges are wanted. Other
+            lists stay whole on all ranks.
     """
     data = copy.copy(data)
     for store in data.stores:
@@ -420,6 +421,12 @@ def with_tensors(data: Any) -> Any:
         for name, value in list(store.items()):
             if isinstance(value, np.ndarray):
                 store[name] = _tensor(f"{of}.{name}", value)
+            elif isinstance(value, Tensor) and value.layout != torch.strided:
+                raise TypeError(
+                    f"{of}.{name} is {value.layout}, wanted a dense tensor; give its "
+                    "to_dense(), or, of a matrix of the edges of a Data, an adj_t in place of "
+                    "an edge_index"
+                )
             elif _lists_rows(data, store, name, value):
                 raise TypeError(
                     f"{of}.{name} is a {type(value).__name__}, wanted a tensor with a row for "
