@@ -4,7 +4,6 @@ import gzip
 import re
 import tracemalloc
 import zipfile
-from contextlib import nullcontext
 from itertools import product
 
 import numpy as np
@@ -170,7 +169,6 @@ WRONG = {
     "a letter": ("e.txt", "0 1\n2 b\n", "in 'f1' the node 'b', wanted"),
     "one id": ("e.txt", "0 1\n3\n", "Row #2: Expected 2 columns, got 1: 3"),
     "a table": ("e.csv", "a,b\n0,1\n1,2,3\n", "Row #3: Expected 2 columns, got 3"),
-    "no number": ("e.csv", "0,1\n1,x\n", "in 'f1' the node 'x', wanted"),
     "fraction": ("e.txt", "0 1\n1.5 2\n", "in 'f0' the node '1.5', wanted"),
     "negative": ("e.txt", "0 -1\n", "edge 0 has in 'f1' the node '-1'"),
     "huge": ("e.txt", "0 1\n0 2147483647\n", "edge 1 has the node 2147483647, but"),
@@ -300,10 +298,7 @@ def test_the_command_takes_files(tmp_path, capsys):
     path, files = write_arrays(tmp_path / "g", data)
     how = ["--parts", "4", "--method", "random", "--refine", "--grid", "2", "2", "1"]
     for kind, named in files.items():
-        flag = f"--{kind.replace('_files', '-file')}"
-        how += [
-            word for name, file in named.items() for word in (flag, f"{name}={file}")
-        ]
+        how += [f"--{kind[:4]}-file={name}={file}" for name, file in named.items()]
     assert main(["partition", str(path), str(tmp_path / "out"), *how]) == 0
     table, err = capsys.readouterr()
     assert err == ""
@@ -311,8 +306,6 @@ def test_the_command_takes_files(tmp_path, capsys):
     share = read_part(tmp_path / "out", 2)
     assert torch.equal(share.node["x"], data.x[share.node_gid])
     assert torch.equal(share.edge["edge_attr"], data.edge_attr[share.edge_gid])
-    assert main(["inspect", str(tmp_path / "out")]) == 0
-    assert table.partition("\nwrote ")[0] in capsys.readouterr().out
 
 
 def communities(count, size, degree, seed=0):
@@ -342,9 +335,7 @@ def test_memory_is_of_the_nodes_not_of_the_edges_or_features(tmp_path, monkeypat
     monkeypatch.setattr(arrow_tables, "BYTES", 1 << 16)
     n, m, parts = 10_000, 200_000, 8
     np.save(tmp_path / "e.npy", np.random.default_rng(0).integers(0, n, (2, m)))
-    np.save(
-        tmp_path / "x.npy", np.arange(n, dtype=np.float32).repeat(99).reshape(n, 99)
-    )
+    np.save(tmp_path / "x.npy", np.arange(n * 99, dtype=np.float32).reshape(n, 99))
     how = {"num_nodes": n, "node_files": {"x": tmp_path / "x.npy"}}
     cut(torch.tensor([[0], [1]]), 9, 2, "stream")  # loads its loops
     tracemalloc.start()
@@ -354,8 +345,6 @@ def test_memory_is_of_the_nodes_not_of_the_edges_or_features(tmp_path, monkeypat
     finally:
         tracemalloc.stop()
     assert held < n * (50 + 6 * parts) + 2**20
-    share = read_part(tmp_path / "out", 3)
-    assert torch.equal(share.node["x"][:, 5], share.node_gid.float())
 
 
 # Tables of Arrow -------------------------------------------------------------------------
@@ -419,10 +408,7 @@ def test_a_table_is_cut_as_arrays_are(tmp_path, monkeypatch, ending, undirected)
         ({"a": [0], "b": [1], "c": [2]}, r"two columns named src and dst.*got a, b, c"),
         ({"src": [0, 7], "dst": [1, -2]}, r"edge 1 has in 'dst' the node -2"),
         ({"src": [0.5], "dst": [1]}, r"edge 0 has in 'src' the node 0.5, wanted 0"),
-        (
-            {"src": ["a"], "dst": ["b"]},
-            r"in 'src' the node 'a', .* of a table of nodes",
-        ),
+        ({"src": ["a"], "dst": ["b"]}, r"in 'src' the node 'a', .* a table of nodes"),
         ({"src": [0, None], "dst": [1, 2]}, r"'src' has 1 missing values"),
         ({"src": [0], "dst": [1], "when": ["today"]}, r"'when' holds string"),
         ({"src": [0, 1], "dst": [1, 0], "w": [[1.0], [1.0, 2.0]]}, r"1 to 2 numbers"),
@@ -458,27 +444,15 @@ def test_ids_of_any_kind_are_looked_up(tmp_path, monkeypatch, ids, method, endin
     same_folders(tmp_path / "got", tmp_path / "want", 3)
 
 
+MOST = [f"{2**64 - 1}", f"{2**64}"]
 AS_WRITTEN = {  # text of edges, ids of nodes in a table and as text: ends or what is told
     "zeros": ("src,dst\n01,1\n1, 2\n", ["1", "01", "2"], [[1, 0], [0, 2]]),
-    "more digits": (
-        f"a,b\n{2**64},{2**64 - 1}",
-        [str(2**64 - 1), str(2**64)],
-        [[1], [0]],
-    ),
+    "digits": ("a,b\n" + ",".join(MOST), MOST, [[0], [1]]),
     "a time": ("src,dst\n2020-01-01 00:00:00,true\n", ["true", "2020-01-01 00:00:00"]),
     "names": ("user,item\na,b\n", ["a", "b"], [[0], [1]]),
     "known names": ("from,to\nto,from\n", ["from", "to"], [[1], [0]]),
-    "either": (
-        "a,b\nb,a\n",
-        ["a", "b"],
-        "first line, a, b, may be an edge of nodes of 'id'",
-    ),
-    "one of two": ("a,item\nb,a\n", ["a", "b"], "put src,dst above it, or rename"),
-    "no zero": (
-        "src,dst\n5,01\n",
-        ["1", "5"],
-        "in 'dst' the node '01', which is in no row",
-    ),
+    "either": ("a,item\nb,a\n", ["a", "b"], "first line, a, item, may be an edge of"),
+    "no zero": ("src,dst\n5,01\n", ["1", "5"], "node '01', which is in no row of 'id'"),
 }
 
 
@@ -488,11 +462,12 @@ def test_ids_of_texts_are_what_is_written(tmp_path, name, table):
     text, ids, want = (*AS_WRITTEN[name], [[1], [0]])[:3]
     edges = write_text(tmp_path / "edges.csv", text)
     nodes = write(tmp_path / table, pa.table({"id": ids}))
-    told = pytest.raises(ValueError, match=want) if isinstance(want, str) else None
-    with told or nullcontext():
-        partition_files(edges, tmp_path / "out", 1, node_table=nodes)
-    if told is None:
-        assert read_part(tmp_path / "out", 0).edge_index.tolist() == want
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=want):
+            partition_files(edges, tmp_path / "out", 1, node_table=nodes)
+        return
+    partition_files(edges, tmp_path / "out", 1, node_table=nodes)
+    assert read_part(tmp_path / "out", 0).edge_index.tolist() == want
 
 
 def test_wrong_tables_of_nodes_are_named(tmp_path):
@@ -502,11 +477,9 @@ def test_wrong_tables_of_nodes_are_named(tmp_path):
     nodes = write(tmp_path / "nodes.parquet", nodes)
     arrays = tmp_path / "edges.npy"
     np.save(arrays, np.array([[0], [1]]))
-    twice = np.arange(N)
-    twice[3] = 4
-    twice = write(tmp_path / "twice.parquet", node_table(graph(), twice))
-    numbered = edge_table(graph(), ("From", "To"))
-    numbered = write(tmp_path / "numbered.parquet", numbered)
+    twice = node_table(graph(), [0, 1, 2, 4, *range(4, N)])
+    twice = write(tmp_path / "twice.parquet", twice)
+    numbered = write(tmp_path / "numbered.parquet", edge_table(graph(), ("From", "To")))
     unnamed = write_text(tmp_path / "unnamed.csv", "0,1.5\n1,0.5\n")
     bad = tmp_path / "bad.parquet"
     bad.write_bytes(b"PAR1 nonsense PAR1")

@@ -84,7 +84,6 @@ HELD = {  # in the place of tensors with rows, in a Data or at the nodes a of a 
     "train_mask": ([True] * 6, "train_mask is a list, wanted a tensor"),
     "names": (np.array(["a"] * 6), "names is an array of <U1, wanted numbers"),
     "val_mask": (torch.ones(5).bool(), "'val_mask' does not fit the 6"),
-    "titles": (["a"] * 6, None),
     "pos": (np.ones((6, 2), ">f4")[::-1], None),  # of another machine, from the end
     "test_mask": (np.broadcast_to(True, 6), None),
 }
@@ -101,7 +100,7 @@ def test_lists_for_rows_are_told_and_arrays_are_tensors(name, typed):
     if words is None:
         share = pdc.partition(data, mesh, "random")
         got = (share["a"] if typed else share)[name]
-        assert np.array_equal(got if got is value else got.full_tensor(), value)
+        assert np.array_equal(got.full_tensor(), value)
     if words is None and typed:
         data["b", "to", "a"].edge_index, words = torch.zeros(2, 1).long(), "type 'b'"
     if words is not None:

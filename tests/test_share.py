@@ -79,10 +79,9 @@ def test_folders_that_do_not_fit_are_refused_on_all_ranks(tmp_path):
     write_folder(tmp_path / "two", data, cut(data.edge_index, 60, 2, "block"))
     file = next((tmp_path / "two" / "part_00001").glob("node__x*"))
     whole = file.read_bytes()
-    file.write_bytes(whole[:-9])
-    worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
+    for content in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(content)
+        worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
     file.unlink()
     worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
     file.write_bytes(whole)

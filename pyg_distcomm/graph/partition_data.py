@@ -170,8 +170,8 @@ def _partition_graph(
             share = replace(share, edge_index=edges)
     out = partition_data_types.assemble(share, mesh, oblivious, links, memory)
     out = partition_data_types.in_given_class(out, whole)
-    name = method if isinstance(method, str) else "owner"
-    name = "default" if method is None else name
+    given = "default" if method is None else "owner"
+    name = method if isinstance(method, str) else given
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return partition_data_types.with_sparse(out, weight)

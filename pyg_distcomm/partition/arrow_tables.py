@@ -332,13 +332,6 @@ class ArrowTable:
         """Returns the names of its columns."""
         return [str(name) for name in self._schema.names]
 
-    def batches(self, columns: list[str]) -> Iterator[list[np.ndarray]]:
-        """Yields some columns `[c, ...]` of the next rows, in order."""
-        for batch in self._columns(columns, ROWS):
-            with self._reading():
-                arrays = [*map(self._array, columns, batch)]
-            yield arrays
-
     def _ids(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
         """Yields columns of ids of the next rows; those of a text file as they are written."""
         trim, self._texts = _pyarrow("compute").ascii_trim_whitespace, columns
@@ -414,7 +407,7 @@ class ArrowTable:
         why = "; ids with gaps are looked up in the column 'id' of a table of nodes"
         with bar:
             for ends in self._node_places(list(self.ends()), nodes or NodeNames()):
-                pair = np.stack([ids.astype(np.int64) for ids in ends])
+                pair = np.stack(ends)
                 check_ids(str(self.path), pair, bar.n, limit, f"{why} (--node-table)")
                 yield pair
                 bar.update(pair.shape[1])
@@ -469,8 +462,10 @@ class ArrowTable:
         names = [name for name in self.names if name not in left]
         files: dict[str, ArrayFile] = {}
         paths = {name: folder / file_name(kind, name) for name in names}
-        for arrays in self.batches(names) if names else ():
-            for name, rows in zip(names, arrays, strict=True):
+        for batch in self._columns(names, ROWS) if names else ():
+            for name, column in zip(names, batch, strict=True):
+                with self._reading():
+                    rows = self._array(name, column)
                 if name not in files:
                     shape = (0, *rows.shape[1:])
                     files[name] = ArrayFile(paths[name], rows.dtype, shape)

@@ -347,8 +347,9 @@ class DividedGraph:
         ranges = itertools.pairwise([*self._begin.values(), partition.num_nodes])
         of_nodes = (partition.owner[slice(*pair)] for pair in ranges)
         nodes = dict(zip(self._begin, of_nodes, strict=True))
+        parts = partition.num_parts
         counts = (
-            {key: _counts(owner, partition.num_parts) for key, owner in owners.items()}
+            {key: Partition.from_owner(own, parts).sizes for key, own in owners.items()}
             for owners in (nodes, self._edge_owner)
         )
         self.types = GraphTypes(*counts)
@@ -423,15 +424,13 @@ def with_tensors(data: Any) -> Any:
                 store[name] = _tensor(f"{of}.{name}", value)
             elif isinstance(value, Tensor) and value.layout != torch.strided:
                 raise TypeError(
-                    f"{of}.{name} is {value.layout}, wanted a dense tensor; give its "
-                    "to_dense(), or, of a matrix of the edges of a Data, an adj_t in place of "
-                    "an edge_index"
+                    f"{of}.{name} is {value.layout}, wanted a dense tensor: its to_dense(), "
+                    "or, of the edges of a Data, an adj_t in place of an edge_index"
                 )
             elif _lists_rows(data, store, name, value):
                 raise TypeError(
                     f"{of}.{name} is a {type(value).__name__}, wanted a tensor with a row for "
-                    "each node or edge; give torch.tensor of it, or, to have it whole on all "
-                    "ranks, rename it"
+                    "each node or edge: torch.tensor of it; or rename it to keep it as it is"
                 )
     return data
 
@@ -442,7 +441,7 @@ def _tensor(name: str, array: np.ndarray) -> Tensor:
             f"{name} is an array of {array.dtype}, wanted numbers or booleans; delete or "
             "convert it, or, to have it whole on all ranks, give it as a list"
         )
-    array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+    array = np.asanyarray(array, array.dtype.newbyteorder("="), order="C")
     if not array.flags.writeable and not isinstance(array, np.memmap):
         array = array.copy()
     with warnings.catch_warnings():
@@ -452,15 +451,14 @@ def _tensor(name: str, array: np.ndarray) -> Tensor:
 
 def _lists_rows(data: Any, store: Any, name: str, value: Any) -> bool:
     """Returns whether a list of numbers has the name of what has rows."""
-    if store._key is None and isinstance(data, HeteroData):
-        return False
     first = value
     while isinstance(first, (list, tuple)) and first:
         first = first[0]
-    if first is value or not isinstance(first, (int, float, Tensor)):
+    whole = store._key is None and isinstance(data, HeteroData)
+    if whole or first is value or not isinstance(first, (int, float, Tensor)):
         return False
-    fits = name in NODE_NAMES and len(value) == getattr(store, "num_nodes", None)
-    return fits or has_rows(name)
+    count = getattr(store, "num_nodes", None)
+    return has_rows(name) or (name in NODE_NAMES and len(value) == count)
 
 
 def has_rows(name: str) -> bool:
@@ -620,7 +618,3 @@ def _numbered(store: Any, begin: dict[Any, int], own: Tensor | None = None) -> T
         return edges
     source, _, target = store._key
     return edges.long() + torch.tensor([[begin[source]], [begin[target]]])
-
-
-def _counts(owner: Tensor, parts: int) -> Counts:
-    return tuple(torch.bincount(owner, minlength=parts).tolist())
