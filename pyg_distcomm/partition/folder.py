@@ -375,16 +375,16 @@ def graph_kinds(
     if isinstance(data, Data):
         kinds = attribute_kinds(data, node_attrs, edge_attrs)
         return {(None, name): kind for name, kind in kinds.items()}
-    found: dict[tuple[Any, str], Kind] = {
-        (None, name): "graph" for name in data._global_store
-    }
+    found: dict[tuple[Any, str], Kind] = {}
     counts: dict[Any, dict[Kind, int]] = {
         **{s._key: {"node": int(s.num_nodes or 0)} for s in data.node_stores},
         **{s._key: {"edge": s.edge_index.size(1)} for s in data.edge_stores},
     }
-    for key, count in counts.items():
-        for name in [name for name in data[key] if name not in STRUCTURE]:
-            found[key, name] = _attribute_kind(data, data[key], name, None, count)
+    for store in data.stores:
+        count = counts.get(store._key)
+        for name in [n for n in store if count is None or n not in STRUCTURE]:
+            kind = _attribute_kind(data, store, name, None, count) if count else "graph"
+            found[store._key, name] = kind
     return found
 
 
