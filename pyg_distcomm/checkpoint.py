@@ -31,7 +31,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.graph.topology import inputs_of
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.embedding import sharded_parameters
-from pyg_distcomm.nn.replicate import bare
+from pyg_distcomm.nn.replicate import bare, check_module
 from pyg_distcomm.partition.atomic import (
     explaining_disk,
     new_folder,
@@ -228,8 +228,8 @@ def save_checkpoint(
         )
     mesh, model = given_mesh(mesh, "pdc.save_checkpoint"), bare(model)
     world = mesh.world
-    _check_whole(model, mesh.stage.size)
     with on_all_ranks(world):
+        _check_whole(model, mesh.stage.size)
         _check_optimizer(model, optimizer)
     inputs = {"inputs": inputs_of(mesh).as_text(mesh), "random": _gather_random(mesh)}
     trees = {"model": _model_state(model), "mesh": {**mesh.state_dict(), **inputs}}
@@ -285,20 +285,20 @@ def load_checkpoint(
             A parameter that does not fit is named, and nothing has changed.
     """
     mesh, model = given_mesh(mesh, "pdc.load_checkpoint"), bare(model)
-    _check_whole(model)
     world = mesh.world
+    with on_all_ranks(world):
+        _check_whole(model)
+        _check_optimizer(model, optimizer)
     name = str(collectives.broadcast_object(find(path).name, world))
     folder = Path(os.path.realpath(path)).with_name(name)
     parts = ["model", "mesh"] if optimizer is None else ["model", "mesh", "optimizer"]
     own = _model_state(model)
-    with on_all_ranks(world):
-        _check_optimizer(model, optimizer)
-        with naming(f"cannot load checkpoint {folder}"):
-            state = _read(folder, parts, list(extra))
-            _check_model(model, own, state["model"])
-            if optimizer is not None:
-                saved = state["optimizer"]
-                _check_saved(model, optimizer, saved)
+    with on_all_ranks(world), naming(f"cannot load checkpoint {folder}"):
+        state = _read(folder, parts, list(extra))
+        _check_model(model, own, state["model"])
+        if optimizer is not None:
+            saved = state["optimizer"]
+            _check_saved(model, optimizer, saved)
     if link is not None:
         _load_link(folder, mesh, link)
     set_model_state_dict(model, _own_rows(model, own, state["model"]))
@@ -313,7 +313,8 @@ def load_checkpoint(
 
 
 def _check_whole(model: torch.nn.Module, stages: int = 1) -> None:
-    """Raises ValueError for a model of which each rank may hold a part."""
+    """Raises for a model of which each rank may hold a part, and for what is no model."""
+    check_module(model, "a checkpoint")
     if stages > 1 or getattr(type(model), "saves_itself", False):
         raise ValueError(
             f"a checkpoint holds one model that all ranks hold, got a {type(model).__name__} "
@@ -547,6 +548,11 @@ def _check_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Raises if an optimizer has parameters that are not the model's."""
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"a checkpoint takes one optimizer of the model, got {type(optimizer).__name__}; "
+            "give others by their state_dict(), as second=second.state_dict()"
+        )
     groups = [] if optimizer is None else optimizer.param_groups
     own_ids = {id(p) for p in model.parameters()}
     for number, group in enumerate(groups):

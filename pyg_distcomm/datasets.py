@@ -33,6 +33,7 @@ from torch_geometric.data.storage import (
 from torch_geometric.utils import to_undirected
 
 from pyg_distcomm.comm.serialization import allowing
+from pyg_distcomm.partition.part_share import with_tensors
 
 __all__ = ["digits", "generated", "load_dataset", "load_saved_graph"]
 
@@ -103,9 +104,12 @@ def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
     groups = max(1, num_nodes // COMMUNITY)
     place = torch.randperm(num_nodes, generator=rng)  # node i, in order of community
     src = torch.arange(num_nodes).repeat_interleave(max(1, degree // 2))
-    first, size = _bounds(src * groups // max(num_nodes, 1), groups, num_nodes)
+    group = src * groups // max(num_nodes, 1)
+    first, after = (-(-k * num_nodes // groups) for k in (group, group + 1))
     dice = torch.rand(2, src.numel(), generator=rng, dtype=torch.float64)
-    dst = torch.where(dice[0] < 0.8, first + dice[1] * size, dice[1] * num_nodes).long()
+    dst = torch.where(
+        dice[0] < 0.8, first + dice[1] * (after - first), dice[1] * num_nodes
+    ).long()
     pairs = place[torch.stack([src, dst])]
     pairs = pairs[:, pairs[0] != pairs[1]]
     class_of = torch.randint(CLASSES, (groups,), generator=rng)
@@ -121,13 +125,6 @@ def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
         val_mask=(part >= 0.5) & (part < 0.75),
         test_mask=part >= 0.75,
     )
-
-
-def _bounds(group: Tensor, groups: int, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns the first node and the size of each node's community, before shuffling."""
-    first = -(-group * num_nodes // groups)
-    after = -(-(group + 1) * num_nodes // groups)
-    return first, after - first
 
 
 def _masks_per_class(
@@ -160,13 +157,10 @@ def _from_npz(path: Path) -> Data:
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+        held = {n: array if array.ndim else array.item() for n, array in arrays.items()}
+        return with_tensors(Data.from_dict(held))
     except Exception as error:  # NumPy evaluates what headers say
         raise ValueError(f"{path}: cannot be read: {error}") from None
-    values = {
-        name: torch.from_numpy(array) if array.ndim else array.item()
-        for name, array in arrays.items()
-    }
-    return Data.from_dict(values)
 
 
 def _dict(*_: Any) -> dict[Any, Any]:

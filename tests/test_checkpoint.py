@@ -293,6 +293,11 @@ def test_a_model_or_an_optimizer_that_does_not_fit_is_named(size, tmp_path):
         assert says in str(error.value)
         assert "\n" not in str(error.value)
 
+    for call in (pdc.save_checkpoint, pdc.load_checkpoint):
+        with pytest.raises(TypeError, match="Module, got OrderedDict"):
+            call(path, mesh, net.state_dict())
+        with pytest.raises(TypeError, match=r"takes one optimizer of the .* got list"):
+            call(path, mesh, net, [torch.optim.Adam(net.parameters())])
     fewer, same = _Two(), _Two(more=torch.nn.Linear(2, 2))
     gone = "more.weight is of shape [2, 2] in it, and missing in the _Two"
     refused(gone, fewer)

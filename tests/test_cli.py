@@ -241,13 +241,14 @@ def test_first_checks_know_what_the_package_knows():
     assert fnmatch.fnmatch(layout.part_name(7), command.PART)
     assert command.RUN == metrics.RUN
     assert command.MARK == checkpoint.MARK
-    assert {*command.KINDS} == {*checkpoint._CONTENTS}
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--node-file edge_index=x.npy", "edge_index: got a file for it"),
+        ("--edge-file num_nodes=x.npy", "num_nodes: got a file for it"),
+        ("--node-attr x", "--node-attr: got the graph 'ring.txt', whose attributes"),
         (
             "--node-file x=x.npy --edge-file x=x.npy",
             "x: got a file for it, x.npy, beside x.npy",

@@ -124,6 +124,7 @@ def test_what_is_no_graph_is_refused(tmp_path):
     (tmp_path / "text.pt").write_bytes(b"hello")
     (tmp_path / "bad.npz").write_bytes(b"nonsense")
     np.savez(tmp_path / "pickle.npz", edge_index=np.array([{}], dtype=object))
+    np.savez(tmp_path / "texts.npz", edge_index=np.zeros((2, 1)), z=np.array(["a"]))
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "program.pt")
     for name, words in (
         ("list.pt", "holds a list, not a Data"),
@@ -133,6 +134,7 @@ def test_what_is_no_graph_is_refused(tmp_path):
         ("text.pt", "cannot be read: not saved by torch.save"),
         ("bad.npz", "cannot be read"),
         ("program.pt", "cannot be read"),
+        ("texts.npz", "cannot be read: data.z is an array of <U1, wanted numbers"),
         ("pickle.npz", "cannot be read: Object arrays"),
     ):
         with pytest.raises(ValueError, match=f"{name}: {words}"):

@@ -2,17 +2,14 @@
 
 import gzip
 import re
-import sys
 import tracemalloc
 import zipfile
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiers
 import torch
-import worlds
 from torch_geometric.data import Data
 
 from pyg_distcomm.cli import main
@@ -169,15 +166,16 @@ def test_undirected_edges_get_their_reverse(tmp_path, monkeypatch, form):
 
 
 WRONG = {
-    "a letter": ("e.txt", "0 1\n2 b\n", "'f1' holds string, wanted node ids"),
+    "a letter": ("e.txt", "0 1\n2 b\n", "in 'f1' the node 'b', wanted"),
     "one id": ("e.txt", "0 1\n3\n", "Row #2: Expected 2 columns, got 1: 3"),
     "a table": ("e.csv", "a,b\n0,1\n1,2,3\n", "Row #3: Expected 2 columns, got 3"),
-    "no number": ("e.csv", "0,1\n1,x\n", "'f1' holds string, wanted node ids"),
-    "fraction": ("e.txt", "0 1\n1.5 2\n", "'f0' holds double, wanted node ids"),
-    "negative": ("e.txt", "0 -1\n", "edge 0 has the node -1, but ids are 0"),
+    "fraction": ("e.txt", "0 1\n1.5 2\n", "in 'f0' the node '1.5', wanted"),
+    "negative": ("e.txt", "0 -1\n", "edge 0 has in 'f1' the node '-1'"),
     "huge": ("e.txt", "0 1\n0 2147483647\n", "edge 1 has the node 2147483647, but"),
     "large": ("e.txt", "0 1\n0 9\n", "edge 1 has the node 9, but ids are 0 .. 4"),
     "return": ("e.txt", "0 1\n1\r0 5\n", "Row #2: Expected 2 columns, got 1: 1"),
+    "zero": ("e.txt", "0 1\n1 01\n", "edge 1 has in 'f1' the node '01', wanted 0 .. n"),
+    "index": ("e.csv", ",src,dst\n0,0,1\n", "a name of each column.*index=False"),
     "gaps": ("e.txt", "0 2000000000\n5 7\n", "ids up to 2000000000, and each"),
 }
 
@@ -297,60 +295,17 @@ def test_no_edges_tell_no_number_of_nodes(tmp_path, name):
 
 def test_the_command_takes_files(tmp_path, capsys):
     data = graph()
-    path = str(write_text(tmp_path / "e.csv.gz", as_text(data.edge_index, ",")))
-    np.save(tmp_path / "x.npy", data.x.numpy())
-    np.save(tmp_path / "w.npy", data.edge_attr[:, 0].numpy())
-    out = str(tmp_path / "out")
-    flags = ["--parts", "4", "--method", "random", "--refine", "--grid", "2", "2", "1"]
-    files = ["--node-file", f"x={tmp_path}/x.npy", "--edge-file", f"w={tmp_path}/w.npy"]
-    assert main(["partition", path, out, *flags, *files, "--checksums"]) == 0
+    path, files = write_arrays(tmp_path / "g", data)
+    how = ["--parts", "4", "--method", "random", "--refine", "--grid", "2", "2", "1"]
+    for kind, named in files.items():
+        how += [f"--{kind[:4]}-file={name}={file}" for name, file in named.items()]
+    assert main(["partition", str(path), str(tmp_path / "out"), *how]) == 0
     table, err = capsys.readouterr()
     assert err == ""
     assert "on a grid of 2 x 2 x 1" in table
-    share = read_part(out, 2)
+    share = read_part(tmp_path / "out", 2)
     assert torch.equal(share.node["x"], data.x[share.node_gid])
-    assert torch.equal(share.edge["w"], data.edge_attr[share.edge_gid, 0])
-    assert main(["inspect", out]) == 0
-    assert table.partition("\nwrote ")[0] in capsys.readouterr().out
-    assert main(["partition", "digits", out + "2", "--parts", "2", "--undirected"]) == 2
-    told = "--undirected: got the graph 'digits', wanted edges in files"
-    assert told in capsys.readouterr().err
-
-
-def _grown(home, n):
-    """How much higher the peak of memory is for a large graph than for a small one."""
-
-    def peak():  # not ru_maxrss, which a child inherits from its parent
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if "VmHWM" in line)
-
-    small = home / "small.npy"
-    np.save(small, np.random.default_rng(0).integers(0, 99, (2, 600000)))
-    partition_files(small, home / "small", 4, num_nodes=99)
-    before, features = peak(), {"x": home / "x.npy"}
-    path = home / "big.npy"
-    partition_files(path, home / "big", 4, num_nodes=n, node_files=features)
-    return peak() - before
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_is_of_the_nodes_not_of_the_edges(tmp_path):
-    """Peak memory above a small run's is below 320 bytes per node; files are 4 times that."""
-    n, m, width = 100_000, 6_000_000, 128
-    rng = np.random.default_rng(0)
-    big = np.lib.format.open_memmap(tmp_path / "big.npy", "w+", np.int64, (2, m))
-    for end in big:
-        end[:] = rng.integers(0, n, m)
-    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (n, width))
-    x[:] = np.arange(n)[:, None]
-    del big, x
-    (grown,) = worlds.anew(_grown, 1, tmp_path, n)
-    files = sum((tmp_path / name).stat().st_size for name in ("big.npy", "x.npy"))
-    assert grown < 320 * n
-    assert files > 4 * 320 * n
-    share = read_part(tmp_path / "big", 3)
-    assert torch.equal(share.node["x"][:, 5], share.node_gid.float())
+    assert torch.equal(share.edge["edge_attr"], data.edge_attr[share.edge_gid])
 
 
 def communities(count, size, degree, seed=0):
@@ -375,17 +330,21 @@ def test_streaming_finds_communities(num_parts):
     assert imbalance(figures.edges) < 1.08
 
 
-def test_streaming_takes_a_fixed_memory_for_each_node():
-    n, parts = 400_000, 8
-    generator = np.random.default_rng(0)
-    edges = torch.from_numpy(generator.integers(0, n, (2, 400_000), dtype=np.int32))
+def test_memory_is_of_the_nodes_not_of_the_edges_or_features(tmp_path, monkeypatch):
+    monkeypatch.setattr(arrow_tables, "CHUNK", 1 << 12)
+    monkeypatch.setattr(arrow_tables, "BYTES", 1 << 16)
+    n, m, parts = 10_000, 200_000, 8
+    np.save(tmp_path / "e.npy", np.random.default_rng(0).integers(0, n, (2, m)))
+    np.save(tmp_path / "x.npy", np.arange(n * 99, dtype=np.float32).reshape(n, 99))
+    how = {"num_nodes": n, "node_files": {"x": tmp_path / "x.npy"}}
+    cut(torch.tensor([[0], [1]]), 9, 2, "stream")  # loads its loops
     tracemalloc.start()
     try:
-        cut(edges, n, parts, "stream")
+        partition_files(tmp_path / "e.npy", tmp_path / "out", parts, **how)
         held = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert held < n * (50 + 6 * parts) + 2 * 16 * cutters.CHUNK + 2**21
+    assert held < n * (50 + 6 * parts) + 2**20
 
 
 # Tables of Arrow -------------------------------------------------------------------------
@@ -447,9 +406,9 @@ def test_a_table_is_cut_as_arrays_are(tmp_path, monkeypatch, ending, undirected)
     ("columns", "why"),
     [
         ({"a": [0], "b": [1], "c": [2]}, r"two columns named src and dst.*got a, b, c"),
-        ({"src": [0, 7], "dst": [1, -2]}, r"edge 1 has the node -2"),
-        ({"src": [0.5], "dst": [1]}, r"'src' holds double, wanted node ids"),
-        ({"src": ["a"], "dst": ["b"]}, r"'src' holds string, .* of a table of nodes"),
+        ({"src": [0, 7], "dst": [1, -2]}, r"edge 1 has in 'dst' the node -2"),
+        ({"src": [0.5], "dst": [1]}, r"edge 0 has in 'src' the node 0.5, wanted 0"),
+        ({"src": ["a"], "dst": ["b"]}, r"in 'src' the node 'a', .* a table of nodes"),
         ({"src": [0, None], "dst": [1, 2]}, r"'src' has 1 missing values"),
         ({"src": [0], "dst": [1], "when": ["today"]}, r"'when' holds string"),
         ({"src": [0, 1], "dst": [1, 0], "w": [[1.0], [1.0, 2.0]]}, r"1 to 2 numbers"),
@@ -485,11 +444,30 @@ def test_ids_of_any_kind_are_looked_up(tmp_path, monkeypatch, ids, method, endin
     same_folders(tmp_path / "got", tmp_path / "want", 3)
 
 
-def test_a_first_edge_of_texts_is_no_line_of_names(tmp_path):
-    nodes = write(tmp_path / "nodes.parquet", pa.table({"id": ["a", "b"], "y": [0, 1]}))
-    (tmp_path / "edges.csv").write_text("a,b\nb,a\nb,b\n")
-    partition_files(tmp_path / "edges.csv", tmp_path / "parts", 1, node_table=nodes)
-    assert read_part(tmp_path / "parts", 0).edge_index.size(1) == 3
+MOST = [f"{2**64 - 1}", f"{2**64}"]
+AS_WRITTEN = {  # text of edges, ids of nodes in a table and as text: ends or what is told
+    "zeros": ("src,dst\n01,1\n1, 2\n", ["1", "01", "2"], [[1, 0], [0, 2]]),
+    "digits": ("a,b\n" + ",".join(MOST), MOST, [[0], [1]]),
+    "a time": ("src,dst\n2020-01-01 00:00:00,true\n", ["true", "2020-01-01 00:00:00"]),
+    "names": ("user,item\na,b\n", ["a", "b"], [[0], [1]]),
+    "known names": ("from,to\nto,from\n", ["from", "to"], [[1], [0]]),
+    "either": ("a,item\nb,a\n", ["a", "b"], "first line, a, item, may be an edge of"),
+    "no zero": ("src,dst\n5,01\n", ["1", "5"], "node '01', which is in no row of 'id'"),
+}
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+@pytest.mark.parametrize("table", ["nodes.parquet", "nodes.csv.gz"])
+def test_ids_of_texts_are_what_is_written(tmp_path, name, table):
+    text, ids, want = (*AS_WRITTEN[name], [[1], [0]])[:3]
+    edges = write_text(tmp_path / "edges.csv", text)
+    nodes = write(tmp_path / table, pa.table({"id": ids}))
+    if isinstance(want, str):
+        with pytest.raises(ValueError, match=want):
+            partition_files(edges, tmp_path / "out", 1, node_table=nodes)
+        return
+    partition_files(edges, tmp_path / "out", 1, node_table=nodes)
+    assert read_part(tmp_path / "out", 0).edge_index.tolist() == want
 
 
 def test_wrong_tables_of_nodes_are_named(tmp_path):
@@ -499,17 +477,17 @@ def test_wrong_tables_of_nodes_are_named(tmp_path):
     nodes = write(tmp_path / "nodes.parquet", nodes)
     arrays = tmp_path / "edges.npy"
     np.save(arrays, np.array([[0], [1]]))
-    twice = np.arange(N)
-    twice[3] = 4
-    twice = write(tmp_path / "twice.parquet", node_table(graph(), twice))
-    numbered = edge_table(graph(), ("From", "To"))
-    numbered = write(tmp_path / "numbered.parquet", numbered)
+    twice = node_table(graph(), [0, 1, 2, 4, *range(4, N)])
+    twice = write(tmp_path / "twice.parquet", twice)
+    numbered = write(tmp_path / "numbered.parquet", edge_table(graph(), ("From", "To")))
+    unnamed = write_text(tmp_path / "unnamed.csv", "0,1.5\n1,0.5\n")
     bad = tmp_path / "bad.parquet"
     bad.write_bytes(b"PAR1 nonsense PAR1")
     for path, table, why in (
         (edges, nodes, r"edge 2 has in 'src' the node 'd'.*no row of"),
         (arrays, nodes, r"not 0 .. 2.*edges.npy one \(.csv"),
         (numbered, twice, r"'id' holds 4 2 times"),
+        (numbered, unnamed, r"wanted a name of each column in the first line.*'f0'"),
         (numbered, bad, r"bad.parquet: cannot be read"),
         (tmp_path / "none.parquet", None, r"none.parquet: missing"),
     ):

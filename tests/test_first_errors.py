@@ -4,6 +4,7 @@ import itertools
 import warnings
 
 import alike
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch_geometric import loader as pyg_loader
 from torch_geometric import nn as pyg
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GATConv
 
 import pyg_distcomm as pdc
@@ -74,6 +76,36 @@ def test_a_graph_for_a_model_is_told(call):
     told = r"torch.nn.Module, got Data; to partition a graph, call pdc"
     with pytest.raises(TypeError, match=told):
         call(data, lone())
+
+
+HELD = {  # in the place of tensors with rows, in a Data or at the nodes a of a HeteroData
+    "x": ([[1.0]] * 6, "x is a list, wanted a tensor with a row for each"),
+    "y": ((0, 1) * 3, "y is a tuple, wanted a tensor with a row for each"),
+    "train_mask": ([True] * 6, "train_mask is a list, wanted a tensor"),
+    "names": (np.array(["a"] * 6), "names is an array of <U1, wanted numbers"),
+    "val_mask": (torch.ones(5).bool(), "'val_mask' does not fit the 6"),
+    "pos": (np.ones((6, 2), ">f4")[::-1], None),  # of another machine, from the end
+    "test_mask": (np.broadcast_to(True, 6), None),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("typed", [False, True])
+@worlds.on(2)
+def test_lists_for_rows_are_told_and_arrays_are_tensors(name, typed):
+    (value, words), mesh = HELD[name], worlds.mesh()
+    data = HeteroData({"a": {"num_nodes": 6}}) if typed else Data(num_nodes=6)
+    (data["a", "of", "a"] if typed else data).edge_index = np.array([[0, 1], [1, 2]])
+    (data["a"] if typed else data)[name] = value
+    if words is None:
+        share = pdc.partition(data, mesh, "random")
+        got = (share["a"] if typed else share)[name]
+        assert np.array_equal(got.full_tensor(), value)
+    if words is None and typed:
+        data["b", "to", "a"].edge_index, words = torch.zeros(2, 1).long(), "type 'b'"
+    if words is not None:
+        with pytest.raises((TypeError, ValueError), match=words):
+            pdc.partition(data, mesh, "random")
 
 
 LAYERS = {

@@ -16,8 +16,7 @@ from pyg_distcomm.comm import collectives, consistency
 from pyg_distcomm.datasets import generated
 from pyg_distcomm.nn import DistGCNConv, GCNConv
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.partition.folder import read_part, write_folder
-from pyg_distcomm.partition.part_share import merged
+from pyg_distcomm.partition.folder import write_folder
 from pyg_distcomm.partition.partition import report
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -80,10 +79,9 @@ def test_folders_that_do_not_fit_are_refused_on_all_ranks(tmp_path):
     write_folder(tmp_path / "two", data, cut(data.edge_index, 60, 2, "block"))
     file = next((tmp_path / "two" / "part_00001").glob("node__x*"))
     whole = file.read_bytes()
-    file.write_bytes(whole[:-9])
-    worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
+    for content in (whole[:-9], whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(content)
+        worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
     file.unlink()
     worlds.run(_refused, 2, str(tmp_path / "two"), file.name)
     file.write_bytes(whole)
@@ -202,13 +200,6 @@ def test_fewer_ranks_have_the_same_graph(folder, size):
     parts = cut(whole.edge_index, whole.num_nodes, PARTS, "random").sizes
     sums = [sum(parts[a:b]) for a, b in itertools.pairwise(ends)]
     assert list(pdc.partition_report(data).nodes) == sums
-
-
-def test_parts_with_other_rows_are_not_merged(folder):
-    parts = [read_part(folder, k) for k in range(PARTS)]
-    del parts[1].node["x"]
-    with pytest.raises(ValueError, match="parts 0 and 1 cannot be merged: their node"):
-        merged(parts, 1)
 
 
 def test_without_being_asked_ranks_read_one_part_each(folder):

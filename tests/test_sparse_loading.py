@@ -112,13 +112,13 @@ def test_ranks_hold_dense_rows(size, layout):
     data = [rows(name, layout)[0] for name in ("x", "y", "edge_attr")]
     every = [*data, typed, Batch.from_data_list([cloud, cloud])]
     for given, name in zip(every, ["x", "y", "edge_attr", "x", "feat"], strict=True):
-        with pytest.raises(TypeError, match=rf"'{name}'.* is torch.sparse_"):
+        with pytest.raises(TypeError, match=rf"{name} is torch.sparse_"):
             pdc.partition(given, mesh, "random")
     loader = DataLoader([data[0], data[0]], 2)
     if mesh.size == 1:
         next(iter(loader))
         return
-    with pytest.raises(TypeError, match=r"'x' is torch.sparse"):
+    with pytest.raises(TypeError, match=r"x'? is torch.sparse"):
         next(iter(loader))
 
 

@@ -13,15 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from faulty import (
-    TIMEOUT,
-    graph,
-    neighbors,
-    net,
-    shared_out,
-    started,
-    train,
-)
+from faulty import TIMEOUT, graph, neighbors, net, shared_out, started, train
 from torch_geometric.data import HeteroData
 
 import pyg_distcomm as pdc

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import json
 import os
 import re
 import signal
@@ -34,7 +33,6 @@ FILES = (*TEXT, ".pt", ".npy", ".npz", ".parquet", ".arrow", ".feather")
 SHOWN = 4  # names of a folder in a message
 # what a partition, a run of pdc.metrics, and a checkpoint hold
 META, PART, RUN, MARK = "META.json", "part_*", "run.json", ".pyg_distcomm.json"
-KINDS = {"checkpoint": "checkpoint", "pipeline": "saved pipeline"}
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -102,9 +100,8 @@ def describe(path: Path, file: str, wanted: str, advice: str) -> str:
         return f"is a run of pdc.metrics; draw it by `pyg-distcomm report {path}`"
     if _holds_parts(path):
         return f"is a partition folder; `pyg-distcomm inspect {path}` shows its figures"
-    mark = path / MARK
-    if mark.is_file():
-        return f"is a {_kind(mark)} of pyg_distcomm, not {wanted}; {advice}"
+    if (path / MARK).is_file():
+        return f"is a checkpoint of pyg_distcomm, not {wanted}; {advice}"
     names = sorted(one.name for one in path.iterdir())
     if not names:
         return f"is an empty folder; {advice}"
@@ -118,14 +115,6 @@ def describe(path: Path, file: str, wanted: str, advice: str) -> str:
 
 def _holds_parts(folder: Path) -> bool:
     return (folder / META).exists() or any(folder.glob(PART))
-
-
-def _kind(mark: Path) -> str:
-    try:
-        kind = json.loads(mark.read_text()).get("kind")
-    except (ValueError, AttributeError, OSError):
-        kind = None
-    return KINDS.get(kind, "checkpoint")
 
 
 MOST_SEED = 2**63 - 1
@@ -213,8 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if check is not None:
             check(arguments)
         with _exit_on_sigterm():
-            with showing_time("loading torch"):
-                verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
+            announce("loading torch")
+            verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
             code: int = getattr(verb, f"run_{arguments.verb}")(arguments)
             sys.stdout.flush()
     except BrokenPipeError:  # as in `--json | head`: the reader has what it wanted
@@ -230,29 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-@contextlib.contextmanager
-def showing_time(what: str) -> Iterator[None]:
-    """Shows on a terminal what the command is doing and for how long; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    bar = import_module("tqdm").tqdm(
-        desc=what, bar_format="{desc} {elapsed}", leave=False
-    )
-    ended = threading.Event()
-
-    def tick() -> None:
-        while not ended.wait(0.5):
-            bar.refresh()
-
-    ticking = threading.Thread(target=tick, daemon=True)
-    ticking.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        ticking.join()
-        bar.close()
+def announce(what: str) -> None:
+    """Says on a terminal what the command does for the next seconds; nothing elsewhere."""
+    if sys.stderr.isatty():
+        print(f"{what} ...", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -385,10 +355,7 @@ def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "draw a run that pdc.metrics recorded as one HTML page"
     parser = _verb(commands, "report", text, "folders")
     parser.add_argument(
-        "run",
-        type=Path,
-        metavar="RUN",
-        help="the folder of pdc.metrics",
+        "run", type=Path, metavar="RUN", help="the folder of pdc.metrics"
     )
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("report.html"), help="the page to write"

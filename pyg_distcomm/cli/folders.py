@@ -6,20 +6,17 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch_geometric.data import HeteroData
 
-from pyg_distcomm.cli import showing_time
+from pyg_distcomm.cli import announce
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.external import is_source, partition_files
-from pyg_distcomm.partition.folder import (
-    verify_folder,
-    write_folder,
-)
+from pyg_distcomm.partition.folder import verify_folder, write_folder
 from pyg_distcomm.partition.layout import Meta, folder_meta
 from pyg_distcomm.partition.part_share import (
     GraphTypes,
@@ -36,8 +33,8 @@ def run_partition(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm partition`."""
     out, parts = arguments.out, arguments.parts
     read = _from_files if is_source(arguments.dataset) else _from_memory
-    with showing_time(f"cutting {arguments.dataset} into {parts} parts"):
-        figures = read(arguments)
+    announce(f"cutting {arguments.dataset} into {parts} parts")
+    figures = read(arguments)
     problems = verify_folder(out) if arguments.checksums else []
     if arguments.json:
         return _as_json(problems, out=str(out), report=asdict(figures))
@@ -52,6 +49,11 @@ def run_partition(arguments: argparse.Namespace) -> int:
 
 
 def _from_files(arguments: argparse.Namespace) -> PartitionReport:
+    _refuse(
+        arguments,
+        ("node_attr", "edge_attr"),
+        "whose attributes --node-file and --edge-file name",
+    )
     return partition_files(
         arguments.dataset,
         arguments.out,
@@ -65,20 +67,13 @@ def _from_files(arguments: argparse.Namespace) -> PartitionReport:
         node_files=_named_files("--node-file", arguments.node_file),
         edge_files=_named_files("--edge-file", arguments.edge_file),
         node_table=arguments.node_table,
-        node_attrs=arguments.node_attr,
-        edge_attrs=arguments.edge_attr,
         force=arguments.force,
     )
 
 
 def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
     only = ("num_nodes", "undirected", "node_file", "edge_file", "node_table")
-    given = [f"--{name.replace('_', '-')}" for name in only if getattr(arguments, name)]
-    if given:
-        raise ValueError(
-            f"{', '.join(given)}: got the graph {arguments.dataset!r}, wanted edges in "
-            "files; leave these options out"
-        )
+    _refuse(arguments, only, "wanted edges in files")
     data = load_dataset(arguments.dataset, hetero=True)
     if isinstance(data, HeteroData):
         check_hetero(data)
@@ -92,6 +87,16 @@ def _from_memory(arguments: argparse.Namespace) -> PartitionReport:
         grid=arguments.grid,
         force=arguments.force,
     )
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raises ValueError for options that are not for such a graph."""
+    given = [f"--{n.replace('_', '-')}" for n in names if getattr(arguments, n)]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)}: got the graph {arguments.dataset!r}, {why}; leave these "
+            "options out"
+        )
 
 
 def _named_files(option: str, given: list[str]) -> dict[str, Path]:

@@ -46,6 +46,7 @@ from pyg_distcomm.partition.part_share import (
     check_hetero,
     cut_graph,
     merged,
+    with_tensors,
 )
 from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
 from pyg_distcomm.process import PROCESS, tell
@@ -146,7 +147,7 @@ def _partition_graph(
     with on_all_ranks(mesh.world):
         if memory is not None:
             parse_bytes(memory)
-        _check(data)
+        data = _checked(data)
         links = partition_data_types.links_of(link, [s._key for s in data.edge_stores])
         kinds = graph_kinds(data, *attrs)
         if planned and seed:
@@ -154,9 +155,10 @@ def _partition_graph(
                 "mesh.plan has partitioned this graph already; leave seed out, or give a "
                 "method as well"
             )
-    flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
-    asked = _comparable_arguments(method, link, seed=seed, **flags)
-    _agree_same(asked | _digests(data, kinds), mesh)
+        flags = {"refine": bool(refine), "oblivious": bool(oblivious), "memory": memory}
+        asked = _comparable_arguments(method, link, seed=seed, **flags)
+        asked |= _digests(data, kinds)
+    _agree_same(asked, mesh)
     _seed_python_random(mesh)
     owners = mesh.owners
     if not planned:
@@ -168,8 +170,8 @@ def _partition_graph(
             share = replace(share, edge_index=edges)
     out = partition_data_types.assemble(share, mesh, oblivious, links, memory)
     out = partition_data_types.in_given_class(out, whole)
-    name = method if isinstance(method, str) else "owner"
-    name = "default" if method is None else name
+    given = "default" if method is None else "owner"
+    name = method if isinstance(method, str) else given
     about = mesh.size, name, len(share.node_gid), len(share.edge_gid)
     tell(mesh.rank, "cut into %d parts by %s: %d nodes, %d edges here", *about)
     return partition_data_types.with_sparse(out, weight)
@@ -204,8 +206,8 @@ def _broadcast(owners: Partition | None, mesh: Mesh) -> Partition:
     return owners
 
 
-def _check(data: Any) -> None:
-    """Raises for a graph that cannot be partitioned."""
+def _checked(data: Any) -> Any:
+    """Returns a graph of tensors; raises for one that cannot be partitioned."""
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(
             "partition takes a torch_geometric.data.Data or HeteroData, got "
@@ -214,6 +216,7 @@ def _check(data: Any) -> None:
     for store in data.edge_stores:
         if isinstance(store.get("edge_index"), DistEdgeIndex):
             raise TypeError("this is a share already; partition takes the whole graph")
+    data = with_tensors(data)
     if isinstance(data, Data):
         edge_index = data.edge_index
         if not isinstance(edge_index, Tensor):
@@ -224,9 +227,9 @@ def _check(data: Any) -> None:
         if data.num_nodes is None:
             raise ValueError("data.num_nodes is not known; set it, or give data.x")
         check_edge_index(edge_index, int(data.num_nodes))
-    partition_data_types.check_dense(data)
     if isinstance(data, HeteroData):
         check_hetero(data)
+    return data
 
 
 def _digests(data: Data | HeteroData, kinds: Mapping[Any, Any]) -> dict[str, Any]:
@@ -283,13 +286,7 @@ def _digest_of_method(method: Any) -> str:
     """Returns the name of a method, or a hash of given owners."""
     if isinstance(method, Partition):
         method = method.owner
-    if isinstance(method, (Tensor, np.ndarray, list)):
-        return _digest(torch.as_tensor(method))
-    return (
-        str(method)
-        if method is None or isinstance(method, str)
-        else type(method).__name__
-    )
+    return _digest(torch.as_tensor(method) if isinstance(method, list) else method)
 
 
 def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:

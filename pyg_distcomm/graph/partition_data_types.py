@@ -174,19 +174,6 @@ def event_rows(count: int, mesh: Mesh) -> Rows:
 # Graphs of several types -------------------------------------------------------------
 
 
-def check_dense(data: Data | HeteroData) -> None:
-    """Raises TypeError for a sparse tensor, of which ranks would hold rows; names it."""
-    for store in data.stores:
-        of = "" if store._key is None else f" of {store._key!r}"
-        for name, value in store.items():
-            if isinstance(value, Tensor) and value.layout != torch.strided:
-                raise TypeError(
-                    f"{name!r}{of} is {value.layout}, and ranks hold dense rows; give "
-                    f"{name}.to_dense(), or, of a matrix of edges, an adj_t in place of an "
-                    "edge_index"
-                )
-
-
 def links_of(link: Any, kinds: Iterable[Any]) -> dict[Any, Any]:
     """Returns the link of each edge type.
 

@@ -39,6 +39,7 @@ from pyg_distcomm.nn.layer_context import (
     warn_about_grid,
 )
 from pyg_distcomm.nn.product_layers import DistGCN2Conv, DistGCNConv, DistSAGEConv
+from pyg_distcomm.nn.replicate import check_module
 from pyg_distcomm.sharded.agreement import compare_weights
 from pyg_distcomm.sharded.dist_tensor import DistTensor, Placed
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -420,14 +421,7 @@ def convert(model: Model, link: OwnLink = None, *, trim: bool = True) -> Model:
             that are read. Results do not change: a model that reads rows beyond the seeds
             computes all rows. `pdc.nn.trimming_of(model)` returns which applies.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"convert takes a model, a torch.nn.Module, got {type(model).__name__}"
-            + (
-                "; to partition a graph, call pdc.partition(data, mesh)"
-                * hasattr(model, "stores")
-            )
-        )
+    check_module(model, "pdc.convert")
     done: dict[int, torch.nn.Module] = {}
     out = _convert(model, done)
     if check_link(link) is not None:

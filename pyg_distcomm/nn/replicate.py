@@ -201,15 +201,7 @@ def replicate(
     Price: one all-reduce of all parameters per backward pass. In passes 2, 4, 8 and so on
     ranks compare parameters, as those of a model without a wrapper: a second per GB.
     """
-    if not isinstance(model, torch.nn.Module):
-        graph = hasattr(model, "edge_index") or hasattr(model, "edge_stores")
-        cut_it = (
-            "; to partition a graph, call pdc.partition(data, mesh)" if graph else ""
-        )
-        raise TypeError(
-            "pdc.replicate takes a model, a torch.nn.Module, got "
-            f"{type(model).__name__}{cut_it}"
-        )
+    check_module(model, "pdc.replicate")
     mesh = given_mesh(mesh, "pdc.replicate")
     cut = [n for n, p in model.named_parameters() if isinstance(p, DistTensor)]
     cut += sharded_parameters(model)
@@ -232,6 +224,16 @@ def replicate(
         out = Replicated(model, mesh, kwargs)
     out.register_comm_hook(_Averager(mesh.data, out), _average)
     return out
+
+
+def check_module(model: Any, call: str) -> None:
+    """Raises TypeError for what is given to a function in the place of a model."""
+    if not isinstance(model, torch.nn.Module):
+        graph = hasattr(model, "edge_index") or hasattr(model, "edge_stores")
+        raise TypeError(
+            f"{call} takes a model, a torch.nn.Module, got {type(model).__name__}"
+            + "; to partition a graph, call pdc.partition(data, mesh)" * graph
+        )
 
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:

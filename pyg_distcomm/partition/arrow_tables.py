@@ -247,7 +247,8 @@ class ArrowTable:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._unnamed = path, False
+        self.path, self._named = path, True
+        self._texts: list[str] = []  # columns of a text file that are read as written
         if not path.is_file():
             raise ValueError(f"{path}: missing")
         if not is_table(path):
@@ -295,8 +296,8 @@ class ArrowTable:
             lib: Any = _pyarrow("lib")
             schema = lib.schema([(name, lib.int64()) for name in ENDS[0]])
             return schema.empty_table().to_reader()
-        begin = first.lstrip(b'"')[:1]
-        named = not self._unnamed and (begin.isalpha() or begin == b"_")
+        begin = first.lstrip(b'",;\t ')[:1]
+        self._named = begin.isalpha() or begin == b"_"
         between = next((c for c in "\t;," if c.encode() in first), " ")
         return csv.open_csv(
             self.path,
@@ -304,10 +305,15 @@ class ArrowTable:
                 use_threads=False,
                 block_size=BLOCK,
                 skip_rows=skipped,
-                autogenerate_column_names=not named,
+                autogenerate_column_names=not self._named,
             ),
             csv.ParseOptions(delimiter=between),
-            csv.ConvertOptions(include_columns=columns, null_values=[""]),
+            csv.ConvertOptions(
+                include_columns=columns,
+                column_types=dict.fromkeys(self._texts, "string"),
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
         )
 
     @contextmanager
@@ -326,12 +332,11 @@ class ArrowTable:
         """Returns the names of its columns."""
         return [str(name) for name in self._schema.names]
 
-    def batches(self, columns: list[str]) -> Iterator[list[np.ndarray]]:
-        """Yields some columns `[c, ...]` of the next rows, in order."""
-        for batch in self._columns(columns, ROWS):
-            with self._reading():
-                arrays = [*map(self._array, columns, batch)]
-            yield arrays
+    def _ids(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
+        """Yields columns of ids of the next rows; those of a text file as they are written."""
+        trim, self._texts = _pyarrow("compute").ascii_trim_whitespace, columns
+        for found in self._columns(columns, rows):
+            yield [*map(trim, found)] if ending(self.path) in CSV else found
 
     def _columns(self, columns: list[str], rows: int) -> Iterator[list[Any]]:
         """Yields some columns of the next rows as pyarrow's arrays, without missing values."""
@@ -396,44 +401,37 @@ class ArrowTable:
         With `nodes`, ends are looked up in the id column of a table of nodes.
         """
         limit = MOST_NODES if num_nodes is None else num_nodes
-        if nodes is not None and ending(self.path) in CSV and self._names_nodes(nodes):
-            self._unnamed = True
-            self._schema = self._batches(None, ROWS)[0]
+        if nodes is not None and ending(self.path) in CSV:
+            self._check_first_line(nodes)
         bar = tqdm(desc="reading edges", unit=" edges", disable=None, leave=False)
         why = "; ids with gaps are looked up in the column 'id' of a table of nodes"
         with bar:
-            for ends in self._node_places(list(self.ends()), nodes):
-                pair = np.stack([ids.astype(np.int64) for ids in ends])
+            for ends in self._node_places(list(self.ends()), nodes or NodeNames()):
+                pair = np.stack(ends)
                 check_ids(str(self.path), pair, bar.n, limit, f"{why} (--node-table)")
                 yield pair
                 bar.update(pair.shape[1])
 
-    def _names_nodes(self, nodes: NodeNames) -> bool:
-        """Tells whether what was read as the names of two columns is an edge of texts."""
-        lib, names = _pyarrow("lib"), self.names
-        if len(names) == 2 and tuple(name.lower() for name in names) not in ENDS:
-            with suppress(lib.ArrowException):  # texts that are no numbers
-                return bool((nodes.find(lib.array(names)) >= 0).all())
-        return False
+    def _check_first_line(self, nodes: NodeNames) -> None:
+        """Raises ValueError for two words of text that may name columns, or be an edge."""
+        lib, names = _pyarrow("lib"), [*self.ends()]
+        if not self._named or tuple(name.lower() for name in names) in ENDS:
+            return
+        with suppress(lib.ArrowException):  # texts, where ids are numbers
+            if (nodes.find(lib.array(names)) >= 0).any():
+                raise ValueError(
+                    f"{self.path}: its first line, {', '.join(names)}, may be an edge of "
+                    f"nodes of {nodes.name}, or name columns; put src,dst above it, or "
+                    "rename the columns to these"
+                )
 
     def _node_places(
-        self, ends: list[str], nodes: NodeNames | None
+        self, ends: list[str], nodes: NodeNames
     ) -> Iterator[list[np.ndarray]]:
         """Yields the ends of the next edges as indices of nodes."""
-        if nodes is None:
-            for name in ends:
-                kind, types = self._schema.field(name).type, _pyarrow("types")
-                if not (types.is_integer(kind) or types.is_null(kind)):  # null: no rows
-                    raise ValueError(
-                        f"{self.path}: {name!r} holds {kind}, wanted node ids, which are 0 .. "
-                        "n - 1; ids of another kind are looked up in the column 'id' of a "
-                        "table of nodes (--node-table)"
-                    )
-            yield from self.batches(ends)
-            return
         # a lookup reads all names once per batch, so batches are as large as their number
-        done, rows = 0, min(max(ROWS, len(nodes.names)), MOST_ROWS)
-        for columns in self._columns(ends, rows):
+        done, rows = 0, min(max(ROWS, len(nodes.names or ())), MOST_ROWS)
+        for columns in self._ids(ends, rows):
             places = []
             for name, column in zip(ends, columns, strict=True):
                 with self._reading():
@@ -442,8 +440,7 @@ class ArrowTable:
                 if missing.size:
                     raise ValueError(
                         f"{self.path}: edge {done + int(missing[0])} has in {name!r} the "
-                        f"node {column[int(missing[0])].as_py()!r}, which is in no row of "
-                        f"{nodes.name}"
+                        f"node {column[int(missing[0])].as_py()!r}, {nodes.wanted}"
                     )
                 places.append(place)
             done += len(places[0])
@@ -457,11 +454,18 @@ class ArrowTable:
         self, folder: Path, kind: str, left: Sequence[str | None]
     ) -> dict[str, NpyColumn]:
         """Copies all columns but those `left` out to .npy files."""
+        if "" in self.names or (kind == "node" and not self._named):
+            raise ValueError(
+                f"{self.path}: wanted a name of each column in the first line, got "
+                f"{self.names} (pandas: to_csv(path, index=False), or index_label='id')"
+            )
         names = [name for name in self.names if name not in left]
         files: dict[str, ArrayFile] = {}
         paths = {name: folder / file_name(kind, name) for name in names}
-        for arrays in self.batches(names) if names else ():
-            for name, rows in zip(names, arrays, strict=True):
+        for batch in self._columns(names, ROWS) if names else ():
+            for name, column in zip(names, batch, strict=True):
+                with self._reading():
+                    rows = self._array(name, column)
                 if name not in files:
                     shape = (0, *rows.shape[1:])
                     files[name] = ArrayFile(paths[name], rows.dtype, shape)
@@ -488,12 +492,16 @@ class ArrowTable:
         lower = {name.lower(): name for name in self.names}
         id_column = next((lower[name] for name in IDS if name in lower), None)
         columns = self._copied(folder, "node", [id_column])
-        found: Any = [] if id_column is None else self._columns([id_column], ROWS)
+        found: Any = [] if id_column is None else self._ids([id_column], ROWS)
         parts = [ids for (ids,) in found]
         if not parts:
             return columns, None
-        names = _pyarrow("lib").chunked_array(parts).combine_chunks()
-        types = _pyarrow("types")
+        lib, types = _pyarrow("lib"), _pyarrow("types")
+        names = lib.chunked_array(parts).combine_chunks()
+        if ending(self.path) in CSV:
+            with suppress(lib.ArrowException):  # more digits than numbers have
+                numbers = _as_written(names, lib.int64())
+                names = names if numbers.null_count else numbers
         if types.is_dictionary(names.type):
             names = names.dictionary_decode()
         if str(names.type) == "string_view":  # in which pyarrow looks nothing up
@@ -516,28 +524,48 @@ class ArrowTable:
                 f"{self.path}: {id_column!r} holds {name!r} {counts.max()} times; give each "
                 "node one row"
             )
-        return columns, NodeNames(f"{id_column!r} of {self.path}", names)
+        return columns, NodeNames(names, f"{id_column!r} of {self.path}")
 
 
 class NodeNames:
     """Holds the ids of nodes, integers of any size or texts, by the index of the node.
 
     Attributes:
+        names: pyarrow's array `[n]`; None if ids are indices.
         name: the name of the column, for messages.
-        names: pyarrow's array `[n]`.
     """
 
-    def __init__(self, name: str, names: Any) -> None:
-        self.name, self.names = name, names
+    def __init__(self, names: Any = None, name: str = "") -> None:
+        self.names, self.name = names, name
 
     def find(self, ids: Any) -> np.ndarray:
         """Returns the index of each id, int64; -1 if it is unknown."""
         compute = _pyarrow("compute")
-        if ids.type != self.names.type:
-            ids = ids.cast(self.names.type)
-        found = compute.index_in(ids, value_set=self.names)
+        index = self.names is None
+        ids = _as_written(ids, _pyarrow("lib").int64() if index else self.names.type)
+        found = ids if index else compute.index_in(ids, value_set=self.names)
         place: np.ndarray = compute.fill_null(found, -1).to_numpy(zero_copy_only=False)
         return place.astype(np.int64)
+
+    @property
+    def wanted(self) -> str:
+        """Explains what an id must be that is not found."""
+        if self.names is not None:
+            return f"which is in no row of {self.name}"
+        return (
+            "wanted 0 .. n - 1, written as 7, not as 07; ids of another kind are looked up "
+            "in the column 'id' of a table of nodes (--node-table)"
+        )
+
+
+def _as_written(ids: Any, kind: Any) -> Any:
+    """Returns ids in another type; null for texts that are no whole numbers, as 07 or 7.5."""
+    types = _pyarrow("types")
+    if types.is_integer(kind) and not types.is_integer(ids.type):
+        compute, ids = _pyarrow("compute"), ids.cast("string")
+        plain = compute.match_substring_regex(ids, "^(0|-?[1-9][0-9]*)$")
+        ids = compute.if_else(plain, ids, None)
+    return ids.cast(kind)
 
 
 def _pyarrow(name: str) -> Any:

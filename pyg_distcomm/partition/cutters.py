@@ -430,12 +430,7 @@ class TensorEdges:
 
 
 def stream(
-    edges: Any,
-    num_nodes: int,
-    num_parts: int,
-    *,
-    seed: int = 0,
-    balance: float = 1.03,
+    edges: Any, num_nodes: int, num_parts: int, *, seed: int = 0, balance: float = 1.03
 ) -> Partition:
     """Partitions the nodes of a graph whose edges may exceed the memory.
 

@@ -9,7 +9,7 @@ by reading the parts back, one after another.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,11 @@ from pyg_distcomm.partition.partition import (
 __all__ = ["is_source", "partition_files"]
 
 NEED_NO_EDGES = ("block", "random")
+HELD = (
+    "edge_index",
+    "adj_t",
+    "num_nodes",
+)  # names that no attribute in a file may have
 # ids from here on, if they are 100 times the edges, too, are taken for a mistake
 MANY = 10**8
 
@@ -72,8 +77,6 @@ def partition_files(
     node_files: Mapping[str, str | Path] | None = None,
     edge_files: Mapping[str, str | Path] | None = None,
     node_table: str | Path | None = None,
-    node_attrs: Iterable[str] = (),
-    edge_attrs: Iterable[str] = (),
     force: bool = False,
 ) -> PartitionReport:
     """Writes every part of a graph in files into the new folder `out`, or nothing.
@@ -90,7 +93,6 @@ def partition_files(
                 column for each attribute; in the order of ids, or with ids in a column "id". If
                 these are not 0 .. n - 1 (texts, integers with gaps), node k is row k, and
                 edges must be in a table, too: their ends are looked up in this column
-    node_attrs, edge_attrs  names of attributes, whose files must be of this kind
     force       replaces an earlier partition folder
 
     Files are written beside `out`, flushed, and renamed at the end. See [Note: out of core].
@@ -108,8 +110,6 @@ def partition_files(
         spool = aside / "spool"
         spool.mkdir()
         graph = _open(Path(source), spool, num_nodes, undirected, columns, node_table)
-        columns.check_declared("node", node_attrs)
-        columns.check_declared("edge", edge_attrs)
         check_nodes_fit(graph.num_nodes, method, refine)
         partition = _cut(graph, num_parts, method, seed, refine, grid)
         figures = _Writer(aside, graph, partition).write(grid)
@@ -155,24 +155,13 @@ class _Columns(dict[str, tuple[Kind, NpyColumn]]):
         """Adds columns, or .npy files of them, whose names must be free."""
         for name, file in files.items():
             column = file if isinstance(file, NpyColumn) else None
-            if name in self or name == "edge_index":
-                other = "the edges" if name == "edge_index" else self[name][1].name
+            if name in self or name in HELD:
+                other = "what a Data holds" if name in HELD else self[name][1].name
                 raise ValueError(
                     f"{name}: got a file for it, {column.name if column else file}, beside "
                     f"{other}; give it another name, or leave one out"
                 )
             self[name] = kind, column or NpyColumn(file)
-
-    def check_declared(self, kind: Kind, names: Iterable[str]) -> None:
-        """Raises ValueError for a name of another kind, or of no file."""
-        for name in names:
-            if name not in self or self[name][0] != kind:
-                found = (
-                    f"of a file of the {self[name][0]}s" if name in self else "missing"
-                )
-                raise ValueError(
-                    f"{name!r} is declared as of the {kind}s, but is {found}"
-                )
 
     def check_rows(self, num_nodes: int, num_edges: int) -> None:
         """Raises ValueError for a column without a row for each node, or edge in the file."""

@@ -23,7 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
@@ -46,7 +45,6 @@ from pyg_distcomm.partition.layout import (
     write_meta,
 )
 from pyg_distcomm.partition.part_share import (
-    EDGE_NAMES,
     NODE_NAMES,
     DividedGraph,
     Kind,
@@ -54,11 +52,13 @@ from pyg_distcomm.partition.part_share import (
     PartShare,
     batch_kind,
     check_hetero,
+    has_rows,
     labels_own_index,
     owners_of_all,
     read_ids,
     types_from_meta,
     types_to_meta,
+    with_tensors,
 )
 from pyg_distcomm.partition.partition import (
     Grid,
@@ -95,6 +95,7 @@ def write_folder(
     """
     out = Path(out)
     check_target(out, force)
+    data = with_tensors(data)
     if isinstance(data, HeteroData):
         declared = [*node_attrs, *edge_attrs]
         if declared or grid is not None:
@@ -139,7 +140,7 @@ def _owners(data: Data | HeteroData, partition: Partition | OwnersByType) -> Par
 
 
 def read_part(
-    folder: str | Path, part: int, *, verify: Verify = "checksums", mmap: bool = True
+    folder: str | Path, part: int, *, verify: Verify = "checksums"
 ) -> PartShare:
     """Reads one part, and no file of another.
 
@@ -161,7 +162,7 @@ def read_part(
         _part_files(meta, part), "checking files", disable=off, leave=False
     ):
         check_file(folder, meta, name, verify)
-    share = _read(folder, meta, part, mmap)
+    share = _read(folder, meta, part)
     problems, share = read_ids(share, folder / part_name(part))
     if problems:
         raise ValueError(f"{problems[0]}; write the folder again")
@@ -177,7 +178,7 @@ def _part_files(meta: Meta, part: int) -> list[str]:
     return [*whole, *(f"{part_name(part)}/{name}" for name in names)]
 
 
-def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
+def _read(folder: Path, meta: Meta, part: int) -> PartShare:
     here = folder / part_name(part)
     nodes, edges = meta["report"]["nodes"][part], meta["report"]["edges"][part]
     types = types_from_meta(meta)
@@ -189,16 +190,14 @@ def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
             count = types.of(kind)[types.split(name)[0]][part]
         shape = attr["shape"] if count is None else [count, *attr["shape"][1:]]
         path = (folder if count is None else here) / file_name(kind, name)
-        rows[kind][name] = read_array(path, attr["dtype"], shape, mmap)
+        rows[kind][name] = read_array(path, attr["dtype"], shape)
     return PartShare(
         part=part,
-        partition=_read_partition(folder, meta, mmap),
+        partition=_read_partition(folder, meta),
         num_edges_global=meta["num_edges"],
-        node_gid=read_array(here / "node_gid.npy", "int64", [nodes], mmap),
-        edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], mmap, ids=True),
-        edge_index=read_array(
-            here / "edge_index.npy", "int64", [2, edges], mmap, ids=True
-        ),
+        node_gid=read_array(here / "node_gid.npy", "int64", [nodes]),
+        edge_gid=read_array(here / "edge_gid.npy", "int64", [edges], ids=True),
+        edge_index=read_array(here / "edge_index.npy", "int64", [2, edges], ids=True),
         node=rows["node"],
         edge=rows["edge"],
         graph={**rows["graph"], **meta["values"]},
@@ -206,11 +205,11 @@ def _read(folder: Path, meta: Meta, part: int, mmap: bool = True) -> PartShare:
     )
 
 
-def _read_partition(folder: Path, meta: Meta, mmap: bool = True) -> Partition:
+def _read_partition(folder: Path, meta: Meta) -> Partition:
     """Reads the partition of the nodes; raises ValueError, naming the file, when damaged."""
     path, num_parts = folder / OWNER, meta["num_parts"]
     dtype = dtype_name(owner_dtype(num_parts))
-    owner = read_array(path, dtype, [meta["num_nodes"]], mmap)
+    owner = read_array(path, dtype, [meta["num_nodes"]])
     try:
         partition = Partition.from_owner(owner, num_parts)
     except ValueError as error:
@@ -377,21 +376,15 @@ def graph_kinds(
         kinds = attribute_kinds(data, node_attrs, edge_attrs)
         return {(None, name): kind for name, kind in kinds.items()}
     found: dict[tuple[Any, str], Kind] = {}
-    counts: dict[Any, tuple[Kind, int]] = {
-        **{s._key: ("node", int(s.num_nodes or 0)) for s in data.node_stores},
-        **{s._key: ("edge", s.edge_index.size(1)) for s in data.edge_stores},
+    counts: dict[Any, dict[Kind, int]] = {
+        **{s._key: {"node": int(s.num_nodes or 0)} for s in data.node_stores},
+        **{s._key: {"edge": s.edge_index.size(1)} for s in data.edge_stores},
     }
     for store in data.stores:
-        level, count = counts.get(store._key, ("graph", -1))
-        for name in store:
-            if name in STRUCTURE and level != "graph":
-                continue
-            fits = level == "graph" or (
-                _length(data, store, name) == count
-                and not _is_of_graph(store, name)
-                and batch_kind(data, store, name) != "graph"
-            )
-            found[store._key, name] = level if fits else "graph"
+        count = counts.get(store._key)
+        for name in [n for n in store if count is None or n not in STRUCTURE]:
+            kind = _attribute_kind(data, store, name, None, count) if count else "graph"
+            found[store._key, name] = kind
     return found
 
 
@@ -405,7 +398,7 @@ def attribute_kinds(
 ) -> dict[str, Kind]:
     """Returns the kind of each attribute of `data`, without edge_index and num_nodes.
 
-    A tensor or array is of the nodes or of the edges if its first dimension has their
+    A tensor is of the nodes or of the edges if its first dimension has their
     number and is the one that PyG would concatenate; all others are of the graph. If there
     are as many nodes as edges, names decide: those with "edge" in them against x, y, pos,
     batch and *_mask. Labels of another index, such as edge_label of edge_label_index, are of
@@ -424,25 +417,29 @@ def attribute_kinds(
     for name in declared:
         if name not in data or name in STRUCTURE:
             raise ValueError(f"{name!r} is declared, but is no attribute of {data}")
+    counts: dict[Kind, int] = {"node": int(data.num_nodes or 0), "edge": data.num_edges}
     return {
-        name: _attribute_kind(
-            data, name, declared.get(name) or batch_kind(data, data, name)
-        )
+        name: _attribute_kind(data, data, name, declared.get(name), counts)
         for name in data.to_dict()  # data.keys() has no fixed order
         if name not in STRUCTURE and name in data  # a Batch adds _num_nodes
     }
 
 
-def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
-    length = _length(data, data, name)
-    counts: dict[Kind, int] = {"node": int(data.num_nodes or 0), "edge": data.num_edges}
-    if declared == "graph" or (declared is None and _is_of_graph(data, name)):
+def _attribute_kind(
+    data: Any, store: Any, name: str, declared: Kind | None, counts: dict[Kind, int]
+) -> Kind:
+    """Returns the kind of an attribute of a store, where there are as many of each kind."""
+    length, declared = (
+        _length(data, store, name),
+        declared or batch_kind(data, store, name),
+    )
+    if declared == "graph" or (declared is None and _is_of_graph(store, name)):
         return "graph"
     if declared is not None:
-        if length != counts[declared]:
+        if length != counts.get(declared):
             raise ValueError(
                 f"{name!r} is declared as an attribute of the {declared}s, of which "
-                f"there are {counts[declared]}, but {_shape_text(data[name])}"
+                f"there are {counts.get(declared)}, but {_shape_text(store[name])}"
             )
         return declared
     fits = [kind for kind, count in counts.items() if count == length]
@@ -457,11 +454,12 @@ def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
             f"{name!r} could be of the nodes or of the edges, of which there are {length} "
             f"each; say which with node_attrs=[{name!r}] or edge_attrs=[{name!r}]"
         )
-    if length is not None and (name in ("x", *EDGE_NAMES) or name.endswith("_mask")):
+    if length is not None and has_rows(name):
+        wanted = " and ".join(f"{count} {kind}s" for kind, count in counts.items())
+        of = f" of {store._key!r}" if store is not data else ""
         raise ValueError(
-            f"{name!r} fits neither the {counts['node']} nodes nor the {counts['edge']} "
-            f"edges: {_shape_text(data[name])}; make it as long, or rename it to keep it "
-            "as it is"
+            f"{name!r} does not fit the {wanted}{of}: {_shape_text(store[name])}; make it as "
+            "long, or rename it to keep it as it is"
         )
     return "graph"
 
@@ -469,10 +467,10 @@ def _attribute_kind(data: Data, name: str, declared: Kind | None) -> Kind:
 def _length(data: Any, store: Any, name: str) -> int | None:
     """Returns the length of the dimension that PyG concatenates, if it is the first."""
     value = store[name]
-    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
+    if not isinstance(value, Tensor) or value.dim() == 0:
         return None
     dim = data.__cat_dim__(name, value, *(() if store is data else (store,)))
-    if not isinstance(dim, int) or dim % value.ndim != 0:
+    if not isinstance(dim, int) or dim % value.dim() != 0:
         return None
     return int(value.shape[0])
 

@@ -256,20 +256,16 @@ def flush_files(folder: Path) -> Meta:
 
 
 def read_array(
-    path: Path,
-    dtype: str,
-    shape: list[int] | tuple[int, ...],
-    mmap: bool = True,
-    ids: bool = False,
+    path: Path, dtype: str, shape: list[int] | tuple[int, ...], ids: bool = False
 ) -> Tensor:
-    """Reads a tensor; with `mmap`, it is mapped from the file, which is read on access.
+    """Maps a tensor from a file, which is read on access.
 
     Writing to a mapped tensor does not change the file; `ids` are not written to, since
     passes over them drop their pages (`leave_in_file`). Raises ValueError, naming
     the file, if it is missing, damaged, or not of this dtype and shape.
     """
     try:
-        array = np.load(path, mmap_mode="c" if mmap else None, allow_pickle=False)
+        array = np.load(path, mmap_mode="c", allow_pickle=False)
     except Exception as error:  # NumPy evaluates the head, and maps what it says
         raise ValueError(f"{path}: cannot be read: {error}") from None
     want = getattr(torch, str(dtype), None)
@@ -282,7 +278,7 @@ def read_array(
             f"{dtype} {list(shape)}"
         )
     found = torch.from_numpy(np.asarray(array)).view(want)
-    if ids and mmap:
+    if ids:
         begin = found.untyped_storage().data_ptr()
         PROCESS.in_files.add(begin)
         weakref.finalize(array, PROCESS.in_files.discard, begin)

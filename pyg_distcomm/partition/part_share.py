@@ -9,7 +9,9 @@ type of nodes and one of edges, None, and its attributes have their names as key
 
 from __future__ import annotations
 
+import copy
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -193,13 +195,8 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
     Args:
         parts: the parts from floor(k N / P) to floor((k + 1) N / P) - 1 of N, for some k.
         num_parts: the new number of parts, P.
-
-    Raises:
-        ValueError: if one part has rows of another name, width or dtype than the first.
     """
     first = parts[0]
-    for other in parts[1:]:
-        _check_same_attributes(first, other)
     before = first.partition.num_parts
     if num_parts == before:
         return first
@@ -229,19 +226,6 @@ def merged(parts: list[PartShare], num_parts: int) -> PartShare:
         graph=first.graph,
         types=first.types.merged(new_part.tolist(), num_parts),
     )
-
-
-def _check_same_attributes(first: PartShare, other: PartShare) -> None:
-    for kind in ("node", "edge"):
-        one, two = (
-            {n: f"{list(rows.shape[1:])} {rows.dtype}" for n, rows in held.items()}
-            for held in (getattr(first, kind), getattr(other, kind))
-        )
-        if one != two:
-            raise ValueError(
-                f"parts {first.part} and {other.part} cannot be merged: their {kind} rows "
-                f"are {one} and {two}; write the folder again"
-            )
 
 
 def labels_own_index(store: Any, name: str) -> bool:
@@ -363,8 +347,9 @@ class DividedGraph:
         ranges = itertools.pairwise([*self._begin.values(), partition.num_nodes])
         of_nodes = (partition.owner[slice(*pair)] for pair in ranges)
         nodes = dict(zip(self._begin, of_nodes, strict=True))
+        parts = partition.num_parts
         counts = (
-            {key: _counts(owner, partition.num_parts) for key, owner in owners.items()}
+            {key: Partition.from_owner(own, parts).sizes for key, own in owners.items()}
             for owners in (nodes, self._edge_owner)
         )
         self.types = GraphTypes(*counts)
@@ -386,9 +371,7 @@ class DividedGraph:
         for (key, name), kind in self._kinds.items():
             value = stores[key][name]
             if kind != "graph":
-                is_array = isinstance(value, np.ndarray)
-                value = (torch.from_numpy(value) if is_array else value).detach()
-                value = value[ids[kind, key].to(value.device)]
+                value = value.detach()[ids[kind, key].to(value.device)]
             rows[kind][types.key(key, name)] = value
         return PartShare(
             part=part,
@@ -425,6 +408,64 @@ class DividedGraph:
         return replace(figures, edge_cut=cut_edges, **sums)
 
 
+def with_tensors(data: Any) -> Any:
+    """Returns a graph of which NumPy's arrays are tensors.
+
+    Raises:
+        TypeError: for a sparse tensor, of which ranks would hold rows, an array that is no
+            numbers, and numbers in a list where rows of nodes or edges are wanted. Other
+            lists stay whole on all ranks.
+    """
+    data = copy.copy(data)
+    for store in data.stores:
+        of = "data" if store._key is None else f"data[{store._key!r}]"
+        for name, value in list(store.items()):
+            if isinstance(value, np.ndarray):
+                store[name] = _tensor(f"{of}.{name}", value)
+            elif isinstance(value, Tensor) and value.layout != torch.strided:
+                raise TypeError(
+                    f"{of}.{name} is {value.layout}, wanted a dense tensor: its to_dense(), "
+                    "or, of the edges of a Data, an adj_t in place of an edge_index"
+                )
+            elif _lists_rows(data, store, name, value):
+                raise TypeError(
+                    f"{of}.{name} is a {type(value).__name__}, wanted a tensor with a row for "
+                    "each node or edge: torch.tensor of it; or rename it to keep it as it is"
+                )
+    return data
+
+
+def _tensor(name: str, array: np.ndarray) -> Tensor:
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"{name} is an array of {array.dtype}, wanted numbers or booleans; delete or "
+            "convert it, or, to have it whole on all ranks, give it as a list"
+        )
+    array = np.asanyarray(array, array.dtype.newbyteorder("="), order="C")
+    if not array.flags.writeable and not isinstance(array, np.memmap):
+        array = array.copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a file that is read-only
+        return torch.from_numpy(array)
+
+
+def _lists_rows(data: Any, store: Any, name: str, value: Any) -> bool:
+    """Returns whether a list of numbers has the name of what has rows."""
+    first = value
+    while isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    whole = store._key is None and isinstance(data, HeteroData)
+    if whole or first is value or not isinstance(first, (int, float, Tensor)):
+        return False
+    count = getattr(store, "num_nodes", None)
+    return has_rows(name) or (name in NODE_NAMES and len(value) == count)
+
+
+def has_rows(name: str) -> bool:
+    """Returns whether the name of an attribute is that of one with rows."""
+    return name in ("x", *EDGE_NAMES) or name.endswith("_mask")
+
+
 def check_hetero(data: HeteroData) -> None:
     """Raises for a HeteroData that cannot be partitioned, naming the type."""
     if not data.node_stores:
@@ -442,8 +483,13 @@ def check_hetero(data: HeteroData) -> None:
         edges = store.get("edge_index")
         if not isinstance(edges, Tensor):
             raise TypeError(
-                f"edge type {store._key}: edge_index is {type(edges).__name__}; partition "
-                "needs the [2, num_edges] tensor"
+                f"edge type {store._key}: edge_index is {type(edges).__name__}, wanted a "
+                "tensor [2, num_edges], also in place of an adj_t"
+            )
+        if missing := {source, target} - {*data.node_types}:
+            raise ValueError(
+                f"edge type {store._key}: the graph has no node type {missing.pop()!r}, but "
+                f"{data.node_types}; give it num_nodes or x"
             )
         sizes = [int(data[end].num_nodes) for end in (source, target)]
         try:
@@ -572,7 +618,3 @@ def _numbered(store: Any, begin: dict[Any, int], own: Tensor | None = None) -> T
         return edges
     source, _, target = store._key
     return edges.long() + torch.tensor([[begin[source]], [begin[target]]])
-
-
-def _counts(owner: Tensor, parts: int) -> Counts:
-    return tuple(torch.bincount(owner, minlength=parts).tolist())
