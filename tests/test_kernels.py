@@ -521,13 +521,12 @@ def cached(tmp_path, monkeypatch):
             "@jit\n"
             f"def step(x):\n    return x {operator} CONSTANT\n"
         )
-        if not outer.exists():  # older Numba keeps code until its file is written
-            outer.write_text(
-                "from inner_jit import CONSTANT, step\n"
-                "from pyg_distcomm.kernels.compile import jit\n"
-                "@jit\n"
-                "def run(x):\n    return step(x) + 100 * CONSTANT\n"
-            )
+        outer.write_text(
+            "from inner_jit import CONSTANT, step\n"
+            "from pyg_distcomm.kernels.compile import jit\n"
+            "@jit\n"
+            "def run(x):\n    return step(x) + 100 * CONSTANT\n"
+        )
         monkeypatch.setattr(compile, "SOURCES", compile.digest())
         for name in ("inner_jit", "outer_loops"):
             sys.modules.pop(name, None)

@@ -202,8 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if check is not None:
             check(arguments)
         with _exit_on_sigterm():
-            announce("loading torch")
-            verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
+            with showing("loading torch"):
+                verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
             code: int = getattr(verb, f"run_{arguments.verb}")(arguments)
             sys.stdout.flush()
     except BrokenPipeError:  # as in `--json | head`: the reader has what it wanted
@@ -219,10 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def announce(what: str) -> None:
-    """Says on a terminal what the command does for the next seconds; nothing elsewhere."""
-    if sys.stderr.isatty():
-        print(f"{what} ...", file=sys.stderr)
+def showing(what: str) -> Any:
+    """Shows on a terminal what the command does meanwhile, by tqdm; nothing elsewhere."""
+    tqdm = import_module("tqdm").tqdm
+    return tqdm(desc=what, bar_format="{desc} ...", disable=None, leave=False)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch_geometric.data import HeteroData
 
-from pyg_distcomm.cli import announce
+from pyg_distcomm.cli import showing
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.partition.external import is_source, partition_files
 from pyg_distcomm.partition.folder import verify_folder, write_folder
@@ -33,8 +33,8 @@ def run_partition(arguments: argparse.Namespace) -> int:
     """Runs the command `pyg-distcomm partition`."""
     out, parts = arguments.out, arguments.parts
     read = _from_files if is_source(arguments.dataset) else _from_memory
-    announce(f"cutting {arguments.dataset} into {parts} parts")
-    figures = read(arguments)
+    with showing(f"cutting {arguments.dataset} into {parts} parts"):
+        figures = read(arguments)
     problems = verify_folder(out) if arguments.checksums else []
     if arguments.json:
         return _as_json(problems, out=str(out), report=asdict(figures))

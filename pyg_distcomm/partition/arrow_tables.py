@@ -247,7 +247,7 @@ class ArrowTable:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._named = path, True
+        self.path, self._named, self._unnamed = path, True, False
         self._texts: list[str] = []  # columns of a text file that are read as written
         if not path.is_file():
             raise ValueError(f"{path}: missing")
@@ -297,7 +297,7 @@ class ArrowTable:
             schema = lib.schema([(name, lib.int64()) for name in ENDS[0]])
             return schema.empty_table().to_reader()
         begin = first.lstrip(b'",;\t ')[:1]
-        self._named = begin.isalpha() or begin == b"_"
+        self._named = not self._unnamed and (begin.isalpha() or begin == b"_")
         between = next((c for c in "\t;," if c.encode() in first), " ")
         return csv.open_csv(
             self.path,
@@ -413,12 +413,16 @@ class ArrowTable:
                 bar.update(pair.shape[1])
 
     def _check_first_line(self, nodes: NodeNames) -> None:
-        """Raises ValueError for two words of text that may name columns, or be an edge."""
+        """Takes two ids of nodes for an edge; raises ValueError if one of two words is one."""
         lib, names = _pyarrow("lib"), [*self.ends()]
         if not self._named or tuple(name.lower() for name in names) in ENDS:
             return
         with suppress(lib.ArrowException):  # texts, where ids are numbers
-            if (nodes.find(lib.array(names)) >= 0).any():
+            known = nodes.find(lib.array(names)) >= 0
+            if known.all() and len(self.names) == 2:
+                self._unnamed = True
+                self._schema = self._batches(None, ROWS)[0]
+            elif known.any():
                 raise ValueError(
                     f"{self.path}: its first line, {', '.join(names)}, may be an edge of "
                     f"nodes of {nodes.name}, or name columns; put src,dst above it, or "

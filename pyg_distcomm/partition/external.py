@@ -54,11 +54,7 @@ from pyg_distcomm.partition.partition import (
 __all__ = ["is_source", "partition_files"]
 
 NEED_NO_EDGES = ("block", "random")
-HELD = (
-    "edge_index",
-    "adj_t",
-    "num_nodes",
-)  # names that no attribute in a file may have
+HELD = "edge_index", "adj_t", "num_nodes"  # names that no attribute in a file may have
 # ids from here on, if they are 100 times the edges, too, are taken for a mistake
 MANY = 10**8
 
