@@ -66,7 +66,7 @@ LISTED = {
             _dispatch_has_kernel_for_dispatch_key
         torch._dynamo.eval_frame.OptimizedModule: _orig_mod
         torch.nn.Module: _call_impl _wrapped_call_impl
-        torch.ops.aten: _adaptive_avg_pool2d _conj _fft_c2c _fft_c2r _fft_r2c
+        torch.ops.aten: _adaptive_avg_pool2d _conj _euclidean_dist _fft_c2c _fft_c2r _fft_r2c
             _index_put_impl_ _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
             _scaled_dot_product_flash_attention_for_cpu
             _linalg_svd _local_scalar_dense _log_softmax _log_softmax_backward_data
