@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -412,23 +413,18 @@ def test_nested_calls_do_not_lock(two_threads):
     assert len(seen) == 32
 
 
-def start_cold(cache: str) -> subprocess.Popen:
+@tiers.rare
+@pytest.mark.cold
+@pytest.mark.subprocess
+def test_processes_that_start_cold_together_compile_once(tmp_path):
     code = (
         "import torch; from pyg_distcomm import kernels as k;"
         "r = torch.tensor([0, 1], dtype=torch.int32);"
         "print(k.spmm(r, r[:1], torch.ones(1), torch.full((1, 3), 2.)).sum().item())"
     )
-    env = {**os.environ, "NUMBA_CACHE_DIR": cache}
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, env=env, text=True
-    )
-
-
-@tiers.rare
-@pytest.mark.cold
-@pytest.mark.subprocess
-def test_processes_that_start_cold_together_compile_once(tmp_path):
-    ranks = [start_cold(str(tmp_path)) for _ in range(3)]
+    call, to = [sys.executable, "-c", code], subprocess.PIPE
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    ranks = [subprocess.Popen(call, stdout=to, env=env, text=True) for _ in range(3)]
     assert [rank.communicate(timeout=600)[0].strip() for rank in ranks] == ["6.0"] * 3
     kept = [file.name for file in tmp_path.rglob("core_jit.spmm-*.nbc")]
     assert len(kept) == 2  # a block of two columns and one of one: nothing twice
@@ -512,8 +508,6 @@ def cached(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
-    outer = tmp_path / "outer_loops.py"
-
     def call(constant: int, operator: str) -> tuple[int, bool]:
         (tmp_path / "inner_jit.py").write_text(
             "from pyg_distcomm.kernels.compile import jit\n"
@@ -521,7 +515,7 @@ def cached(tmp_path, monkeypatch):
             "@jit\n"
             f"def step(x):\n    return x {operator} CONSTANT\n"
         )
-        outer.write_text(
+        (tmp_path / "outer_loops.py").write_text(
             "from inner_jit import CONSTANT, step\n"
             "from pyg_distcomm.kernels.compile import jit\n"
             "@jit\n"
@@ -556,6 +550,20 @@ def test_cached_code_that_is_cut_short_is_compiled_anew(cached, tmp_path, ending
         os.truncate(path, left)
     assert cached(2, "+") == (208, False)
     assert cached(2, "+") == (208, True)
+
+
+def test_code_that_two_save_at_once_is_kept_apart(tmp_path, monkeypatch):
+    save = compile._CodeFiles._save_data
+
+    def late(self, name, data):
+        time.sleep(0.2)
+        save(self, name, data)
+
+    monkeypatch.setattr(compile._CodeFiles, "_save_data", late)
+    files = [compile._CodeFiles(str(tmp_path), "loop", b"text") for _ in range(2)]
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(lambda file, key: file.save(key, key), files, "ab"))
+    assert [files[0].load(key) for key in "ab"] == ["a", "b"]
 
 
 def test_a_disk_without_room_keeps_no_compiled_code(cached, monkeypatch):

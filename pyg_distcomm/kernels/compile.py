@@ -62,11 +62,8 @@ def digest(*versions: str) -> str:
     found = hashlib.sha256(" ".join(versions).encode())
     folders, this = (PACKAGE, PACKAGE.parent / "partition"), Path(__file__)
     loops = [path for folder in folders for path in sorted(folder.glob("*jit.py"))]
-    for path in (
-        *loops,
-        this,
-        this.with_name("codec_ops.py"),
-    ):  # whose numbers they hold
+    ops = this.with_name("codec_ops.py")  # whose numbers they hold
+    for path in (*loops, this, ops):
         found.update(path.read_bytes())
     return found.hexdigest()
 
@@ -208,17 +205,19 @@ class _CodeFiles(IndexDataCacheFile):
     """Writes code before the index that names it.
 
     Numba writes the index first. If the process is killed in between, the index of a new
-    source may name the code of an old one, because file numbers start again.
+    source may name the code of an old one, because file numbers start again. Two processes
+    that compile loops which call this one do not hold its lock, so saving has one.
     """
 
     def save(self, key: Any, data: Any) -> None:
-        index = self._load_index()
-        names = (self._data_name(number) for number in itertools.count(1))
-        free = next(name for name in names if name not in index.values())
-        name = index.get(key, free)
-        self._save_data(name, data)
-        if key not in index:
-            self._save_index({**index, key: name})
+        with _cache_lock(self._cache_path, "to-save"):
+            index = self._load_index()
+            names = (self._data_name(number) for number in itertools.count(1))
+            free = next(name for name in names if name not in index.values())
+            name = index.get(key, free)
+            self._save_data(name, data)
+            if key not in index:
+                self._save_index({**index, key: name})
 
 
 def untrusted_writer(folder: str | Path) -> str | None:

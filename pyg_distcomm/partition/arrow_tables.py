@@ -414,7 +414,7 @@ class ArrowTable:
 
     def _check_first_line(self, nodes: NodeNames) -> None:
         """Takes two ids of nodes for an edge; raises ValueError if one of two words is one."""
-        lib, names = _pyarrow("lib"), [*self.ends()]
+        lib, names = _pyarrow("lib"), [name.strip() for name in self.ends()]
         if not self._named or tuple(name.lower() for name in names) in ENDS:
             return
         with suppress(lib.ArrowException):  # texts, where ids are numbers
@@ -563,10 +563,12 @@ class NodeNames:
 
 
 def _as_written(ids: Any, kind: Any) -> Any:
-    """Returns ids in another type; null for texts that are no whole numbers, as 07 or 7.5."""
-    types = _pyarrow("types")
-    if types.is_integer(kind) and not types.is_integer(ids.type):
-        compute, ids = _pyarrow("compute"), ids.cast("string")
+    """Returns ids in another type; null for what is no whole number, as 7.5 or the text 07."""
+    compute, types = _pyarrow("compute"), _pyarrow("types")
+    if types.is_integer(kind) and types.is_floating(ids.type):
+        ids = compute.if_else(compute.equal(ids, compute.floor(ids)), ids, None)
+    elif types.is_integer(kind) and not types.is_integer(ids.type):
+        ids = ids.cast("string")
         plain = compute.match_substring_regex(ids, "^(0|-?[1-9][0-9]*)$")
         ids = compute.if_else(plain, ids, None)
     return ids.cast(kind)

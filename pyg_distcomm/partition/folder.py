@@ -429,10 +429,8 @@ def _attribute_kind(
     data: Any, store: Any, name: str, declared: Kind | None, counts: dict[Kind, int]
 ) -> Kind:
     """Returns the kind of an attribute of a store, where there are as many of each kind."""
-    length, declared = (
-        _length(data, store, name),
-        declared or batch_kind(data, store, name),
-    )
+    length = _length(data, store, name)
+    declared = declared or batch_kind(data, store, name)
     if declared == "graph" or (declared is None and _is_of_graph(store, name)):
         return "graph"
     if declared is not None:

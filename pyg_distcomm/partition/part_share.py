@@ -425,7 +425,7 @@ def with_tensors(data: Any) -> Any:
             elif isinstance(value, Tensor) and value.layout != torch.strided:
                 raise TypeError(
                     f"{of}.{name} is {value.layout}, wanted a dense tensor: its to_dense(), "
-                    "or, of the edges of a Data, an adj_t in place of an edge_index"
+                    "or, of edges, an edge_index (or, of a Data, an adj_t in its place)"
                 )
             elif _lists_rows(data, store, name, value):
                 raise TypeError(
