@@ -84,7 +84,7 @@ def jit(loop: Loop) -> Loop:
     compiled.compile = partial(_compile_in_thread, compiled, compiled.compile)
     try:
         cache = KernelCache(loop)
-    except RuntimeError:  # no folder
+    except (RuntimeError, OSError):  # no folder, or no file of source
         return cast(Loop, compiled)
     other = untrusted_writer(cache.cache_path)
     if other is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -442,11 +442,12 @@ def _tensor(name: str, array: np.ndarray) -> Tensor:
             "convert it, or, to have it whole on all ranks, give it as a list"
         )
     array = np.asanyarray(array, array.dtype.newbyteorder("="), order="C")
-    if not array.flags.writeable and not isinstance(array, np.memmap):
-        array = array.copy()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of a file that is read-only
+    if array.flags.writeable:
         return torch.from_numpy(array)
+    if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
+        at = array.offset, array.shape  # of the file, which writing does not change
+        return torch.from_numpy(np.memmap(array.filename, array.dtype, "c", *at))
+    return torch.from_numpy(array.copy())
 
 
 def _lists_rows(data: Any, store: Any, name: str, value: Any) -> bool:
