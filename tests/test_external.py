@@ -442,7 +442,7 @@ AS_WRITTEN = {  # text of edges, ids of nodes in a table and as text: ends or wh
     "zeros": ("src,dst\n01,1\n1, 2\n", ["1", "01", "2"], [[1, 0], [0, 2]]),
     "digits": ("a,b\n" + ",".join(MOST), MOST, [[0], [1]]),
     "a time": ("src,dst\n2020-01-01 00:00:00,true\n", ["true", "2020-01-01 00:00:00"]),
-    "names": ("user,item\na,b\n", ["a", "b"], [[0], [1]]),
+    "names": ("über,item\na,b\n", ["a", "b"], [[0], [1]]),
     "known names": ("from,to\nto,from\n", ["from", "to"], [[1], [0]]),
     "no names": ("b, a\na,b\n", ["a", "b"], [[1, 0], [0, 1]]),
     "either": ("a,item\nb,a\n", ["a", "b"], "first line, a, item, may be an edge of"),

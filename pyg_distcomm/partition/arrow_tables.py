@@ -296,8 +296,8 @@ class ArrowTable:
             lib: Any = _pyarrow("lib")
             schema = lib.schema([(name, lib.int64()) for name in ENDS[0]])
             return schema.empty_table().to_reader()
-        begin = first.lstrip(b'",;\t ')[:1]
-        self._named = not self._unnamed and (begin.isalpha() or begin == b"_")
+        begin = first.decode(errors="replace").lstrip('",;\t ')[:1]
+        self._named = not self._unnamed and (begin.isalpha() or begin == "_")
         between = next((c for c in "\t;," if c.encode() in first), " ")
         return csv.open_csv(
             self.path,
