@@ -288,8 +288,7 @@ def test_the_command_takes_files(tmp_path, capsys):
     data = graph()
     path, files = write_arrays(tmp_path / "g", data)
     how = ["--parts", "4", "--method", "random", "--refine", "--grid", "2", "2", "1"]
-    for kind, named in files.items():
-        how += [f"--{kind[:4]}-file={name}={file}" for name, file in named.items()]
+    how += [f"--{k[:4]}-file={n}={f}" for k, v in files.items() for n, f in v.items()]
     assert main(["partition", str(path), str(tmp_path / "out"), *how]) == 0
     table, err = capsys.readouterr()
     assert err == ""
@@ -297,6 +296,8 @@ def test_the_command_takes_files(tmp_path, capsys):
     share = read_part(tmp_path / "out", 2)
     assert torch.equal(share.node["x"], data.x[share.node_gid])
     assert torch.equal(share.edge["edge_attr"], data.edge_attr[share.edge_gid])
+    assert main("partition digits o --parts 2 --undirected".split()) == 2
+    assert "--undirected: got the graph 'digits', wanted" in capsys.readouterr().err
 
 
 def communities(count, size, degree, seed=0):

@@ -482,8 +482,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path):
     sparse = torch.eye(3).to_sparse()
     for value in (sparse, object(), {1: 2}, ("a", "b"), np.array(["a"]), {"a": sparse}):
         data.odd = value
-        told = r"odd'? is .*"
-        with pytest.raises(TypeError, match=told):
+        with pytest.raises(TypeError, match=r"odd'? is .*(to_dense|delete or|convert)"):
             write_folder(tmp_path / "out", data, partition)
     assert os.listdir(tmp_path) == []
 

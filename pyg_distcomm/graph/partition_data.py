@@ -48,7 +48,12 @@ from pyg_distcomm.partition.part_share import (
     merged,
     with_tensors,
 )
-from pyg_distcomm.partition.partition import Owner, Partition, PartitionReport
+from pyg_distcomm.partition.partition import (
+    Owner,
+    Partition,
+    PartitionReport,
+    as_vector,
+)
 from pyg_distcomm.process import PROCESS, tell
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -286,7 +291,7 @@ def _digest_of_method(method: Any) -> str:
     """Returns the name of a method, or a hash of given owners."""
     if isinstance(method, Partition):
         method = method.owner
-    return _digest(torch.as_tensor(method) if isinstance(method, list) else method)
+    return _digest(as_vector(method) if isinstance(method, list) else method)
 
 
 def _cutter(method: Any, data: Any, parts: int, refine: bool) -> Any:

@@ -40,13 +40,7 @@ from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.kernels import memory
 from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.grid_matrix import GridMatrix, LinkWrapper
-from pyg_distcomm.ops.grid_plan import (
-    EdgeRoute,
-    Edges,
-    GridPlan,
-    build_plan,
-    listed,
-)
+from pyg_distcomm.ops.grid_plan import EdgeRoute, Edges, GridPlan, build_plan, listed
 
 ORDERS = ("auto", "first", "last")
 _SAMPLE = 4096  # rows of a fingerprint

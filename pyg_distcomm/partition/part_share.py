@@ -444,7 +444,7 @@ def _tensor(name: str, array: np.ndarray) -> Tensor:
     array = np.asanyarray(array, array.dtype.newbyteorder("="), order="C")
     if array.flags.writeable:
         return torch.from_numpy(array)
-    if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
+    if isinstance(array.base, mmap.mmap) and getattr(array, "filename", None):
         at = array.offset, array.shape  # of the file, which writing does not change
         return torch.from_numpy(np.memmap(array.filename, array.dtype, "c", *at))
     return torch.from_numpy(array.copy())

@@ -52,7 +52,7 @@ class Partition:
         long as `num_nodes` (when given), and within 0 .. num_parts - 1.
         """
         num_parts = check_num_parts(num_parts)
-        vector = _as_vector(owner)
+        vector = as_vector(owner)
         if num_nodes is not None and vector.numel() != num_nodes:
             raise ValueError(
                 f"owner has {vector.numel()} entries, but the graph has {num_nodes} "
@@ -148,7 +148,8 @@ def check_grid(grid: Grid | None, num_parts: int) -> Grid:
     return r, s, p
 
 
-def _as_vector(owner: Owner) -> Tensor:
+def as_vector(owner: Owner) -> Tensor:
+    """Returns owners as a vector on the CPU; raises if they are none."""
     if isinstance(owner, np.ndarray) and not owner.flags.writeable:
         owner = owner.copy()  # torch warns about memory it may not write
     try:
