@@ -25,7 +25,7 @@ NOW = "cpu"  # where the test that runs now computes
 def prepare():
     """Compiles the second device before autograd starts threads, if tests will use it."""
     if os.environ.get("PYG_DISTCOMM_TEST_PLACE") == "spare":
-        second_device.device()
+        second_device.prepare()
 
 
 def _tensors(value):

@@ -2,19 +2,18 @@
 // on a GPU. An operation copies its arguments to the CPU, runs there, and copies what it gives.
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/resize_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/unfold_cpu_dispatch.h>
 #include <ATen/ops/view_cpu_dispatch.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
-#include <torch/csrc/utils/device_lazy_init.h>
-#include <pybind11/pybind11.h>
 #include <torch/library.h>
 
 namespace {
@@ -63,7 +62,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   void init() const override {}
   bool isAvailable() const override { return true; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   bool isPinnedPtr(const void*) const override { return false; }
 };
 
@@ -106,9 +105,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& dst) {
 
 const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size,
                          std::optional<at::MemoryFormat>) {
-  at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(),
-                               C10_AS_INTARRAYREF_SLOW(size), std::nullopt);
-  return self;
+  return at::cpu::resize_(self, C10_AS_INTARRAYREF_SLOW(size), std::nullopt);
 }
 
 at::Scalar item(const at::Tensor& self) { return host(self).item(); }
@@ -168,25 +165,3 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
-
-// torch.autocast casts what it casts on CUDA, by the same lists of operations
-
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
-
-namespace at::autocast {
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-#define LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
-#define SINGLE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
-#define SINGLE_BY_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
-#define WIDEST(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
-  AT_FORALL_LOWER_PRECISION_FP(LOWER)
-  AT_FORALL_FP32(SINGLE)
-  AT_FORALL_FP32_SET_OPT_DTYPE(SINGLE_BY_DTYPE)
-  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
-  AT_FORALL_PROMOTE(WIDEST)
-}
-}  // namespace at::autocast
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}

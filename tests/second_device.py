@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,22 +30,29 @@ def can_build():
 
 @functools.cache
 def device():
-    """Compiles and registers the device, once in a process; minutes the first time."""
+    """Compiles and registers the device, once in a process; a minute the first time."""
     torch.utils.rename_privateuse1_backend("spare")
-    _load(Path(__file__).with_suffix(".cpp"))
+    _load("second_device")
     torch._register_device_module("spare", _MODULE)
     return torch.device("spare", 0)
 
 
-def _load(source):
+def prepare():
+    """Compiles all of the device, also what torch.autocast does on it."""
+    device()
+    _load("second_autocast")
+
+
+def _load(name):
     """Builds one process at a time: torch's own lock outlives a process that was killed."""
     import fcntl
 
     from torch.utils import cpp_extension
 
-    python = f"py{sys.version_info[0]}{sys.version_info[1]}"
-    name = f"second_device_{python}_{torch.__version__}"
-    folder = Path(cpp_extension.get_default_build_root()) / name
+    source = Path(__file__).with_name(f"{name}.cpp")
+    folder = (
+        Path(cpp_extension.get_default_build_root()) / f"{name}_{torch.__version__}"
+    )
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "turn", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # freed by the system when its process ends
@@ -55,10 +61,11 @@ def _load(source):
         if not kept.exists() or kept.read_text() != text:  # of another checkout
             kept.write_text(text)
         cpp_extension.load(
-            "second_device",
+            name,
             [str(kept)],
             extra_cflags=["-O0"],
             build_directory=str(folder),
+            is_python_module=False,
         )
 
 

@@ -72,6 +72,10 @@ def name(path):
 
 def scripts(size=1):
     with_code = [path for path in PAGES if list(blocks(path.read_text(), size))]
+    if size == 1:  # of the reference, each example runs alone, below
+        with_code = [
+            p for p in with_code if p.parent.name != "reference" or name(p) in SOME[1]
+        ]
     return [path if name(path) in SOME[size] else rarely(path) for path in with_code]
 
 
