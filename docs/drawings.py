@@ -21,7 +21,7 @@ from pyg_distcomm.comm.ledger import dense_words
 from pyg_distcomm.datasets import load_dataset
 from pyg_distcomm.halo.codecs import Plain, Quantise
 from pyg_distcomm.partition.cutters import cut
-from pyg_distcomm.pipeline.schedule import fill_drain
+from pyg_distcomm.pipeline.schedule import StageSchedule
 from pyg_distcomm.sampling import BulkMatrix, BulkNodes, algebra
 
 matplotlib.use("Agg")
@@ -255,7 +255,7 @@ def draw_bulk() -> Figure:
 
 def draw_stages() -> Figure:
     """Draws when each of three stages computes which of six chunks."""
-    schedule = fill_drain(3, 6)
+    schedule = StageSchedule(3, 6)
     figure, ax = plt.subplots(figsize=(WIDE, 2.9))
     colours = {"forward": SKY, "backward": "#E69F00"}
     for span in schedule.spans(1.0, 2.0):

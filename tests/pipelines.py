@@ -9,6 +9,8 @@ from torch import nn
 
 from pyg_distcomm.pipeline.layer_stack import read_stack
 
+WEIGHTED = "x, edge_index, edge_weight -> x"
+
 
 def _mlp(f, h):
     return nn.Sequential(nn.Linear(f, h), nn.ReLU(), nn.Linear(h, h))
@@ -20,9 +22,8 @@ def gcn(f, c, h):
 
 
 def weighted(f, c, h):
-    header = "x, edge_index, edge_weight -> x"
     last = pyg.APPNP(2, 0.1)  # adds loops where there are none: a chunk may have one
-    return [(pyg.GCNConv(f, h), header), nn.ReLU(), nn.Linear(h, c), (last, header)]
+    return [(pyg.GCNConv(f, h), WEIGHTED), nn.ReLU(), nn.Linear(h, c), (last, WEIGHTED)]
 
 
 def sage(f, c, h):
@@ -68,6 +69,13 @@ def jumping(f, c, h):
     )
 
 
+def _of_pairs(kind, sizes, width, c, **how):
+    """A layer on sequences, one of each node."""
+    pair = lambda x: torch.stack([x, -x], 1), "x -> x"
+    total = lambda out: (out[0] if type(out) is tuple else out).sum(1), "x -> x"
+    return [pair, kind(*sizes, batch_first=True, **how), total, nn.Linear(width, c)]
+
+
 STACKS = {
     f.__name__: f for f in (weighted, gcn, sage, gat, gin, gcnii, resgcn, jumping)
 }
@@ -78,6 +86,12 @@ SINGLE = {  # with degrees, exchanges and tensors of edges of their own
     "EdgeConv": lambda f, c, h: [pyg.EdgeConv(nn.Linear(2 * f, c))],
     "GatedGraphConv": lambda f, c, h: [pyg.GatedGraphConv(f, 2)],
     "TransformerConv": lambda f, c, h: [pyg.TransformerConv(f, c)],
+    "LSTM": lambda f, c, h: _of_pairs(nn.LSTM, (f, h), 4, c, proj_size=4),
+    "GRU": lambda f, c, h: _of_pairs(nn.GRU, (f, h, 2), 2 * h, c, bidirectional=True),
+    # without edges it reads neither their attributes nor weights
+    "GATConv": lambda f, c, h: [
+        (pyg.GATConv(f, c, edge_dim=1, add_self_loops=False), WEIGHTED)
+    ],
 }
 
 
@@ -113,8 +127,7 @@ def loss_of(out, data):
 def run_plain(stack, data):
     """Output, loss and gradients of PyG's own layers, one after the other."""
     layers = read_stack(copy.deepcopy(stack))
-    known = {"x": data.x, "edge_index": data.edge_index}
-    known["edge_weight"] = data.edge_weight
+    known = data.to_dict()
     for layer in layers:
         known[layer.writes[0]] = layer.run(*(known[name] for name in layer.reads))
     out = known[layers[-1].writes[0]]

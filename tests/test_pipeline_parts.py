@@ -16,13 +16,13 @@ from pyg_distcomm.pipeline.layer_stack import (
     read_stack,
 )
 from pyg_distcomm.pipeline.pipeline import hybrid_words, stage_words
-from pyg_distcomm.pipeline.schedule import bubble, fill_drain
+from pyg_distcomm.pipeline.schedule import StageSchedule, bubble
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_schedules_are_drawn(stages):
     for chunks in range(1, 10):
-        schedule = fill_drain(stages, chunks)
+        schedule = StageSchedule(stages, chunks)
         assert schedule.bubble == pytest.approx(bubble(stages, chunks))
         spans = {s[:3]: s for s in map(astuple, schedule.spans(1.0, 2.0))}
         assert max(span[-1] for span in spans.values()) == 3 * (chunks + stages - 1)
@@ -44,8 +44,7 @@ def test_layers_are_cut_as_well_as_can_be():
         costs = torch.rand(count, generator=draw).tolist()
         for stages in range(1, count + 1):
             sizes = cut_layers(costs, stages)
-            assert len(sizes) == stages
-            assert sum(sizes) == count
+            assert (len(sizes), sum(sizes)) == (stages, count)
             assert min(sizes) >= 1
             every = itertools.combinations(range(1, count), stages - 1)
             best = min(_slowest(costs, (0, *cuts, count)) for cuts in every)
@@ -75,9 +74,8 @@ def test_names_are_read_as_in_pyg():
     found = [names_crossing(layers, k) for k in range(7)]
     assert found == [(), ("x_0",), ("x", "x_0"), ("x", "x_0"), ("x",), ("y",), ("y",)]
     assert names_from_data(layers, 0, 6) == ("x",)
-    assert (
-        names_from_data(layers, 2, 6) == ()
-    )  # what an earlier stage writes comes from there
+    # what an earlier stage writes comes from there
+    assert names_from_data(layers, 2, 6) == ()
 
 
 @pytest.mark.parametrize(

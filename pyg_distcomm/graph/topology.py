@@ -53,10 +53,12 @@ class MultiplyOrder:
     Args:
         order: "first" is (A X) W, "last" is A (X W), "auto" the one that exchanges less.
         keep_inputs: whether A X is kept for an X that does not change.
+        repeats: whether it is the same whatever needs gradients.
     """
 
     order: str = "auto"
     keep_inputs: bool = True
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
@@ -66,6 +68,7 @@ class MultiplyOrder:
         self, width_in: int, width_out: int, grads: tuple[bool, bool]
     ) -> bool:
         """Tells whether a layer computes (A X) W instead of A (X W)."""
+        grads = (False, False) if self.repeats else grads
         before, after = width_in * (1 + grads[0]), width_out * (1 + grads[1])
         return self.order == "first" or (self.order == "auto" and before <= after)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,12 +28,7 @@ from pyg_distcomm.comm import random
 from pyg_distcomm.comm.failure import watch_of
 from pyg_distcomm.comm.ledger import Price
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.graph.topology import (
-    LocalGraph,
-    MultiplyOrder,
-    OperatorKind,
-    Topology,
-)
+from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology
 from pyg_distcomm.halo.halo import Link
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.message_forms import check_aggregations, compares, layers_of
@@ -43,6 +38,8 @@ from pyg_distcomm.pipeline.chunks import (
     Operator,
     read_from_site,
 )
+from pyg_distcomm.process import PROCESS
+from pyg_distcomm.sharded.agreement import name_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 from pyg_distcomm.sharded.ids import LocalRows
@@ -131,7 +128,7 @@ class ChunkPass:
             out = operator.ghost.add_matmul(ghosts, operator.own.matmul(flat))
         else:
             again = self.mode == "again"
-            out = read_from_site(flat, self._site(flat, key), chunk, again)
+            out = read_from_site(flat, self._site(flat, key, operator), chunk, again)
         return out.reshape(len(out), *x.shape[1:])
 
     def gathered(self, x: Tensor, chunk: int | None) -> Tensor:
@@ -141,19 +138,17 @@ class ChunkPass:
         ghosts = self._ghost_rows(_flat(x), self._next("exchange"), self.plan.gather)
         return ghosts.reshape(len(ghosts), *x.shape[1:])
 
-    def _site(self, x: Tensor, key: tuple[int, int]) -> HistoryBuffer:
-        if key not in self.sites:
+    def _site(
+        self, x: Tensor, key: tuple[int, int], operator: Operator
+    ) -> HistoryBuffer:
+        site = self.sites.get(key)
+        how = operator, x.dtype, x.size(1)
+        if site is None or how != (site.operator, site.mix.dtype, site.mix.size(1)):
             raise TypeError(
-                f"layer {key[0]} reads its neighbours more often in training than in "
-                "evaluation, and a pipeline has history only for the exchanges that it saw "
-                "first; let forward read its neighbours equally often in both modes"
-            )
-        site = self.sites[key]
-        if x.dtype != site.mix.dtype or x.size(1) != site.mix.size(1):
-            raise TypeError(
-                f"layer {key[0]} reads rows of {x.size(1)} numbers of {x.dtype}, but of "
-                f"{site.mix.size(1)} of {site.mix.dtype} when the pipeline first saw the "
-                "data; use torch.autocast around all that it computes, or around none"
+                f"layer {key[0]} reads its neighbours more often, or in another way, than "
+                "when the pipeline first saw the data, and has history only for what it read "
+                "then; let forward read them alike in training and evaluation, and use "
+                "torch.autocast around all that it computes, or around none"
             )
         return site
 
@@ -193,16 +188,17 @@ class ChunkPass:
         places = self.plan.local_edges(chunk)[1]
         if key not in self.facts:
             raise TypeError(
-                f"layer {self.layer} normalises in another way than when the pipeline first "
-                "saw the data; let forward do alike in both modes, and use torch.autocast "
-                "around all that it computes, or around none"
+                f"layer {self.layer} reads more rows outside of `propagate`, such as degrees "
+                "or x[edge_index[0]], than when the pipeline first saw the data; let forward "
+                "do alike in both modes, and use torch.autocast around all or around none"
             )
         own = self.facts[key][self.plan.own.rows(chunk)]
         if not bool(((own == x) | (x != x)).all()):
             raise TypeError(
-                f"layer {key[0]} normalises by degrees that change from epoch to epoch "
-                "(weights of edges that are learnt, dropped or changed), and those of other "
-                "chunks are not known in time; normalise before the pipeline"
+                f"layer {key[0]} reads rows of sources outside of `propagate`, such as "
+                "degrees or x[edge_index[0]], that change from epoch to epoch (weights of "
+                "edges that are learnt, dropped or changed), and those of other chunks are "
+                "not known in time; normalise before the pipeline, and read in `propagate`"
             )
         return self.facts[key][places]
 
@@ -252,17 +248,18 @@ class ChunkMesh:
     local_sizes, rank, size, check = True, 0, 1, "never"
 
     def __init__(self, mesh: Mesh, run: ChunkPass) -> None:
-        self.grid = mesh.grid
+        self.grid, self.run = mesh.grid, run
         self.next_key, self.watch = run.next_key, watch_of(mesh)
         self.sharded: dict[str, Any] = {}
 
     @property
     def world(self) -> Any:
-        """Raises: every reduction reads this axis."""
+        """Raises: every reduction reads this axis, and what gathers all rows."""
         raise TypeError(
-            "a layer of a pipeline reduces over all nodes (mean, batch norm, ...), but has "
-            "those of one chunk at a time; reduce in the loss, which sees all nodes, or "
-            "train without a pipeline"
+            f"layer {self.run.layer} of a pipeline takes all nodes at once in "
+            f"{name_of(PROCESS.op)}(), but has those of one chunk at a time; reduce in the "
+            "loss, which sees all nodes, write rows into x.new_zeros(n, f) and not into "
+            "torch.zeros(n, f), or train without a pipeline"
         )
 
     control = world
@@ -278,8 +275,10 @@ class RefusedLink:
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(
-            "a layer of a pipeline sums over the edges that leave a node, but these lie in "
-            "other chunks; precompute the sums as an attribute of the Data"
+            "a layer of a pipeline adds to the sources of edges, of which some lie in other "
+            "chunks: it sums over the edges that leave a node, or needs the gradient of "
+            "x[edge_index[0]]; read neighbours by the `propagate` of a layer that gets "
+            "edge_index as it is, and precompute sums as an attribute of the Data"
         )
 
 
@@ -321,10 +320,12 @@ class ChunkTopology(Topology):
             nodes,
             LocalRows.of(whole.edges.gid[order], whole.edges.total, mesh, nodes),
             device=whole.device,
-            ordering=_RepeatableOrder(whole.ordering.order, keep_inputs=False),
+            ordering=replace(whole.ordering, keep_inputs=False, repeats=True),
         )
         self.run, self.chunk = run, chunk
-        nodes.derived["topology"] = self
+        self.whole = plan.chunks == plan.mesh.size == 1  # without rows elsewhere
+        if not self.whole:
+            nodes.derived["topology"] = self
 
     @cached_property
     def locals(self) -> ChunkLocals:  # type: ignore[override]
@@ -340,10 +341,14 @@ class ChunkTopology(Topology):
 
     @property
     def reversed(self) -> Any:  # type: ignore[override]
-        """Raises: the edges that leave a chunk's nodes lie in other chunks."""
+        """Raises where the edges that leave a chunk's nodes lie in other chunks."""
+        if self.whole:
+            return self
         raise TypeError(
-            "a layer of a pipeline has flow='target_to_source', and the edges that leave a "
-            "node lie in other chunks; turn the edges around before pdc.partition"
+            f"layer {self.run.layer} of a pipeline turns edges around (by "
+            "flow='target_to_source' or edge_index.flip([0]), as DirGNNConv does), and those "
+            "that leave a node lie in other chunks; turn the edges around before "
+            "pdc.partition, or train without a pipeline"
         )
 
     def read_by(self, layer: Any, own: Any) -> None:
@@ -385,16 +390,6 @@ class ChunkMatrix:
     def __matmul__(self, x: Tensor) -> Tensor:
         """Returns the product for each node of the chunk."""
         return self.multiply(x)
-
-
-class _RepeatableOrder(MultiplyOrder):
-    """Multiplies on the narrower side, whatever needs gradients: recomputing must repeat it."""
-
-    def takes_first(
-        self, width_in: int, width_out: int, grads: tuple[bool, bool]
-    ) -> bool:
-        """Returns whether a layer computes (A X) W, and not A (X W)."""
-        return super().takes_first(width_in, width_out, (False, False))
 
 
 def view_of(run: ChunkPass, chunk: int | None) -> DistTensor:

@@ -70,10 +70,6 @@ class ChunkOrder:
         out[self.order] = torch.arange(len(self.order), device=self.order.device)
         return out
 
-    def to(self, device: torch.device) -> ChunkOrder:
-        """Returns the same on another device."""
-        return ChunkOrder(self.order.to(device), self.bounds)
-
     def rows(self, chunk: int) -> slice:
         """The places of a chunk."""
         return slice(self.bounds[chunk], self.bounds[chunk + 1])
@@ -242,30 +238,23 @@ def plan_chunks(edge_index: DistEdgeIndex, chunks: Any, seed: int) -> ChunkPlan:
     # the first stage's on all stages
     chunk = collectives.broadcast_object(chunk, mesh.stage)
     _check_sizes(chunk, count, mesh)
-    own = ChunkOrder.of(chunk, count)
-    every = here.with_ghosts(chunk.unsqueeze(1).to(topology.device)).squeeze(1).cpu()
-    ghost = ChunkOrder.of(every[len(nodes) :], count)
-    edge = ChunkOrder.of(chunk[here.target_lid.cpu()], count)
-    place = torch.cat([own.place, len(nodes) + ghost.place])
-    links = tuple(_link(topology, own, ghost, c) for c in range(count))
-    ends = every[here.source_lid.cpu()], chunk[here.target_lid.cpu()]
+    chunk = chunk.to(topology.device)
+    every = here.with_ghosts(chunk.unsqueeze(1)).squeeze(1)
+    ends = every[here.source_lid], chunk[here.target_lid]
+    own, ghost, edge = (
+        ChunkOrder.of(of, count) for of in (chunk, every[len(nodes) :], ends[1])
+    )
     sums = torch.tensor([int((ends[0] != ends[1]).sum()), len(ends[0])])
     num_crossing, edges = collectives.all_reduce(sums, mesh.world).tolist()
-    device = topology.device
-    slot = own.place[here.halo.send_slot.cpu()]
+    place = torch.cat([own.place, len(nodes) + ghost.place])
     return ChunkPlan(
         topology,
-        own.to(device),
-        ghost.to(device),
-        edge.to(device),
-        torch.stack(
-            [
-                place[here.source_lid.cpu()[edge.order]],
-                own.place[here.target_lid.cpu()[edge.order]],
-            ]
-        ).to(device),
-        links,
-        replace(here.halo, send_slot=slot.to(device)),
+        own,
+        ghost,
+        edge,
+        place[here.ends[:, edge.order]],
+        tuple(_link(topology, own, ghost, c) for c in range(count)),
+        replace(here.halo, send_slot=own.place[here.halo.send_slot]),
         num_crossing / max(edges, 1),
     )
 
@@ -316,10 +305,10 @@ def _link(topology: Topology, own: ChunkOrder, ghost: ChunkOrder, chunk: int) ->
     """Plans the exchange that sends one chunk's rows to all ranks that read them."""
     nodes, mesh = topology.nodes, topology.nodes.mesh
     assert nodes.partition is not None
-    want = topology.locals.ghost_gid[ghost.order[ghost.rows(chunk)]]
+    want = topology.locals.ghost_gid[ghost.order[ghost.rows(chunk)].cpu()]
     owner = nodes.partition.owner_of(want)
     counts = torch.bincount(owner, minlength=mesh.size).tolist()
-    have = nodes.gid[own.order[own.rows(chunk)]]
+    have = nodes.gid[own.order[own.rows(chunk)].cpu()]
     return Halo.build(want, counts, have, mesh.world).to(topology.device)
 
 
@@ -454,12 +443,6 @@ class HistoryBuffer:
         rows = len(self.mix) + (self.operator.bounds[-1] if self.needs_gradient else 0)
         kept = 0 if self.history is None else self.history.nbytes
         return rows * self.mix.size(1) * self.mix.element_size() + kept
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes that it takes now."""
-        kept = [self.mix, self.gradients, self.history]
-        return sum(each.nbytes for each in kept if each is not None)
 
 
 class _ReadSite(torch.autograd.Function):

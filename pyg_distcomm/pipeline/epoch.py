@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.data import Data
 
 from pyg_distcomm.comm import collectives, random
@@ -27,7 +29,7 @@ from pyg_distcomm.pipeline.layer_stack import (
     names_crossing,
     names_from_data,
 )
-from pyg_distcomm.sharded.dist_tensor import DistTensor
+from pyg_distcomm.sharded.dist_tensor import DistTensor, own_part
 
 Values = dict[str, Any]
 
@@ -36,7 +38,7 @@ Values = dict[str, Any]
 class StageTensors:
     """The layout of the tensors that cross from stage to stage: one row per node holds all.
 
-    Of each it has the shape of a row, or for a list of tensors a list of shapes.
+    Of each it has the `torch.Size` of a row, or for a list of tensors a list of these.
     """
 
     names: tuple[str, ...]
@@ -66,7 +68,7 @@ class StageTensors:
                     "only tensors with a row for each node can cross from stage to stage; "
                     "give balance=[...] so that all layers that read it are in one stage"
                 )
-            found = [tuple(part.shape[1:]) for part in parts]
+            found = [part.shape[1:] for part in parts]
             shapes.append(found if isinstance(value, (list, tuple)) else found[0])
             dtypes |= {part.dtype for part in parts}
         if len(dtypes) > 1 or not all(kind.is_floating_point for kind in dtypes):
@@ -80,7 +82,13 @@ class StageTensors:
     @property
     def width(self) -> int:
         """The number of elements in a row."""
-        return sum(_count(s) for shape in self.shapes for s in _shapes(shape))
+        return sum(self._widths)
+
+    @property
+    def _widths(self) -> list[int]:
+        return [
+            math.prod(shape) for shape in tree_leaves(self.shapes, is_leaf=_is_shape)
+        ]
 
     def pack(self, values: Values) -> Tensor:
         """Returns values as one matrix `[n_c, width]`, differentiably."""
@@ -98,24 +106,18 @@ class StageTensors:
 
     def unpack(self, packed: Tensor, rows: Rows) -> Values:
         """Returns the values in a matrix as copies, since layers may write into them."""
-        widths = [_count(s) for shape in self.shapes for s in _shapes(shape)]
-        parts = iter(packed.split(widths, 1))
-        values: Values = {}
-        for name, shape in zip(self.names, self.shapes, strict=True):
-            found = [
-                DistTensor.wrap(next(parts).reshape(len(packed), *s).clone(), rows)
-                for s in _shapes(shape)
-            ]
-            values[name] = found if isinstance(shape, list) else found[0]
-        return values
+        parts = iter(packed.split(self._widths, 1))
+
+        def next_value(shape: torch.Size) -> DistTensor:
+            own = next(parts).reshape(len(packed), *shape).clone()
+            return DistTensor.wrap(own, rows)
+
+        found = tree_map(next_value, self.shapes, is_leaf=_is_shape)
+        return dict(zip(self.names, found, strict=True))
 
 
-def _shapes(shape: Any) -> list[tuple[int, ...]]:
-    return shape if isinstance(shape, list) else [shape]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(torch.Size(shape).numel())
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, torch.Size)
 
 
 class Stage:
@@ -225,16 +227,20 @@ class Stage:
 def _sort_by_chunk(value: Any, name: str, plan: ChunkPlan) -> tuple[Any, str]:
     """Returns an attribute sorted by chunk, and whether its rows are of "node" or "edge".
 
-    An attribute that is no DistTensor belongs to the "graph".
+    A plain tensor may have the rows of all ranks; what has none belongs to the "graph".
     """
+    topology = plan.topology
     if isinstance(value, Tensor) and value.requires_grad:
         raise ValueError(
             f"data.{name} requires a gradient, which a pipeline does not return; detach "
             "it, or learn it in a layer"
         )
+    for rows in (topology.nodes, topology.edges):
+        if type(value) is Tensor and value.dim() and len(value) == rows.count:
+            value = DistTensor(own_part(value, rows, 0), rows)
     if not isinstance(value, DistTensor):
         return value, "graph"
-    topology, local = plan.topology, value.to_local().detach()
+    local = value.to_local().detach()
     # on one rank, as many nodes as edges have the same ids: the object tells them apart
     of_edges = value.rows is topology.edges
     if not of_edges and value.rows.same_as(topology.nodes):
@@ -397,15 +403,19 @@ class Epoch:
 
 @contextlib.contextmanager
 def accumulated_gradients(
-    mesh: Mesh, parameters: list[torch.nn.Parameter]
+    mesh: Mesh, parameters: list[torch.nn.Parameter], known: dict[Any, Any]
 ) -> Iterator[None]:
-    """Averages the gradients of a step, and adds them to `p.grad`; a failed step adds none."""
+    """Averages the gradients of a step, and adds them to `p.grad`; a failed step adds none.
+
+    `known` keeps which of them ranks of a stage have together: one without edges has fewer.
+    """
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
     try:
         yield
-        _average_gradients(mesh, parameters)
+        if mesh.size > 1:
+            _average_gradients(mesh, parameters, known)
     except BaseException:
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
@@ -415,14 +425,21 @@ def accumulated_gradients(
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
-def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
+def _average_gradients(
+    mesh: Mesh, parameters: list[torch.nn.Parameter], known: dict[Any, Any]
+) -> None:
     """Averages gradients over the ranks of a stage.
 
     Price: one all-reduce of the parameters that have a gradient.
     """
-    if mesh.size == 1:
-        return
-    grads = [p.grad for p in parameters if p.grad is not None]
+    mine = tuple(int(p.grad is not None) for p in parameters)
+    if mine not in known:
+        every = collectives.all_gather_counts([*mine], mesh.control)
+        known[mine] = [any(of_ranks) for of_ranks in zip(*every, strict=True)]
+    grads = []
+    for p in itertools.compress(parameters, known[mine]):
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        grads.append(p.grad)
     for dtype in dict.fromkeys(g.dtype for g in grads):
         same_dtype = [g for g in grads if g.dtype == dtype]
         flat = collectives.all_reduce(
@@ -458,9 +475,7 @@ def clip_grad_norm_(
     total = torch.linalg.vector_norm(
         torch.tensor(every or [0.0], dtype=torch.float64), norm_type
     )
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # NaN stays
-    for grad in mine:
-        grad.mul_(float(scale))
+    torch.nn.utils.clip_grads_with_norm_(layers.parameters(), max_norm, total)
     return total
 
 
@@ -468,15 +483,10 @@ def broadcast_weights(stack: Sequence[StackLayer], mesh: Mesh) -> None:
     """Broadcasts the weights of rank 0 to all ranks; collective."""
     if mesh.everyone.size == 1:
         return
-    modules = [la.run for la in stack if isinstance(la.run, torch.nn.Module)]
-    states = [
-        {name: value.cpu() for name, value in module.state_dict().items()}
-        for module in modules
-    ]
-    for module, state in zip(
-        modules, collectives.broadcast_object(states, mesh.everyone), strict=True
-    ):
-        module.load_state_dict(state)
+    runs = [la.run for la in stack if isinstance(la.run, torch.nn.Module)]
+    modules = torch.nn.ModuleList(runs)
+    state = {name: value.cpu() for name, value in modules.state_dict().items()}
+    modules.load_state_dict(collectives.broadcast_object(state, mesh.everyone))
 
 
 def fill(stage: Stage, mesh: Mesh) -> None:

@@ -6,10 +6,8 @@ Its checks raise on all ranks for layers and options that a pipeline cannot run.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +27,7 @@ from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.policy import LinkPolicy
 from pyg_distcomm.nn.capped import PADDED
 from pyg_distcomm.nn.layers import convert
+from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 _CHUNK_NORMS = (
@@ -63,6 +62,8 @@ class StackLayer:
         for part in run.modules():
             if isinstance(part, pyg.DeepGCNLayer):
                 part.ckpt_grad = False
+            if isinstance(part, torch.nn.RNNBase):
+                part.register_forward_pre_hook(_with_state, with_kwargs=True)
             if hasattr(part, _KEPT_EDGES):
                 part.cached = part._cached_edge_index = part._cached_adj_t = None
                 vars(part).pop("first_edges", None)
@@ -81,6 +82,18 @@ class StackLayer:
     def placeholder(self) -> StackLayer:
         """Returns a layer with the same names that cannot run, for the other stages."""
         return replace(self, run=_run_elsewhere)
+
+
+def _with_state(rnn: Any, args: Any, kwargs: Any) -> Any:
+    """Adds zeros with a row for each sequence, where torch takes plain ones as a state."""
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if type(x) is not DistTensor or x.dim() != 3 or x.dim_ == rnn.batch_first:
+        return None
+    x = x.transpose(0, 1) if rnn.batch_first else x
+    shape = rnn.num_layers * (1 + rnn.bidirectional), x.size(1)
+    cell = x.new_zeros(*shape, rnn.hidden_size)
+    out = x.new_zeros(*shape, rnn.proj_size) if rnn.proj_size else cell
+    return (args[0], (out, cell) if isinstance(rnn, torch.nn.LSTM) else out), {}
 
 
 def _run_elsewhere(*args: Any) -> Any:
@@ -230,21 +243,19 @@ def cut_layers(costs: Sequence[float], stages: int) -> list[int]:
     layers); of equal ones it takes that with the least sum of squares.
     """
     total = [0.0, *itertools.accumulate(costs)]
+    # by the number of layers, the largest sum, the sum of squares and the sizes of stages
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
 
-    @functools.cache
-    def best(count: int, end: int) -> tuple[float, float, tuple[int, ...]]:
-        """Returns the largest sum, the sum of squares and the sizes of so many stages."""
-        if count == 0:
-            return (math.inf if end else 0.0), 0.0, ()
-        found = []
-        for begin in range(count - 1, end):
-            most, squares, sizes = best(count - 1, begin)
-            here = total[end] - total[begin]
-            sums = max(most, here), squares + here * here
-            found.append((*sums, (*sizes, end - begin)))
-        return min(found, key=lambda one: one[:2])
+    def with_stage(begin: int, end: int) -> tuple[float, float, list[int]]:
+        (most, squares, sizes), here = best[begin], total[end] - total[begin]
+        return max(most, here), squares + here * here, [*sizes, end - begin]
 
-    return list(best(stages, len(costs))[2])
+    for count in range(1, stages + 1):
+        best = {
+            end: min((with_stage(b, end) for b in best if b < end), key=lambda s: s[:2])
+            for end in range(count, len(costs) + 1)
+        }
+    return best[len(costs)][2]
 
 
 def estimated_costs(layers: Sequence[StackLayer]) -> list[float]:

@@ -15,7 +15,6 @@ exchanges of rows among the ranks of a stage, s tensors that all stages share (G
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import itertools
 import warnings
@@ -64,13 +63,7 @@ from pyg_distcomm.pipeline.layer_stack import (
     estimated_costs,
     read_stack,
 )
-from pyg_distcomm.pipeline.schedule import (
-    BUBBLE,
-    StageSchedule,
-    bubble,
-    fewest_chunks,
-    fill_drain,
-)
+from pyg_distcomm.pipeline.schedule import BUBBLE, StageSchedule, bubble, fewest_chunks
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 
 
@@ -265,9 +258,8 @@ class Pipeline(torch.nn.Module):
             layer_stack.check_links(stack)
             balance = layer_stack.check_balance(stack, mesh.stage.size, balance)
         self._cross = GRADIENTS[gradient]
-        options: dict[str, Any] = {"order": order, "gradient": gradient}
+        options: dict[str, Any] = {"order": order, "gradient": gradient, **counts}
         options |= {"seed": self._seed, "balance": balance}
-        options |= counts
         layer_stack.check_same(stack, mesh, options)
         stack = [layer.converted() for layer in stack]
         broadcast_weights(stack, mesh)
@@ -278,6 +270,7 @@ class Pipeline(torch.nn.Module):
         self._keep_own_layers(stack)
         self._stage: Stage | None = None
         self._saved: Any = None
+        self._graded: dict[Any, Any] = {}  # see `accumulated_gradients`
 
     def _keep_own_layers(self, stack: list[StackLayer]) -> None:
         """Keeps the layers of this stage, and drops the others."""
@@ -299,13 +292,9 @@ class Pipeline(torch.nn.Module):
         ]
         self._layer_range = begin, end
 
-    def __deepcopy__(self, memo: dict) -> Pipeline:
-        """Copies the layers; the copy fills its history by an exact pass at its first use."""
-        memo[id(self.mesh)] = self.mesh
-        state = {**self.__dict__, "_run": None, "_stage": None}
-        memo[id(self)] = copied = self.__class__.__new__(self.__class__)
-        copied.__dict__.update(copy.deepcopy(state, memo))
-        return copied
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out history: a copy fills its own by an exact pass at its first use."""
+        return {**self.__dict__, "_run": None, "_stage": None}
 
     # planning
 
@@ -365,7 +354,8 @@ class Pipeline(torch.nn.Module):
     @cached_property
     def schedule(self) -> StageSchedule:
         """When each stage computes which chunk in an epoch."""
-        return fill_drain(self.mesh.stage.size, self._known(self._run).plan.chunks)
+        chunks = self._known(self._run).plan.chunks
+        return StageSchedule(self.mesh.stage.size, chunks)
 
     @property
     def crossing(self) -> float:
@@ -423,7 +413,7 @@ class Pipeline(torch.nn.Module):
         epoch = Epoch(self.mesh, stage, order, self.recompute, refresh)
         own = list(self.parameters())
         with (
-            accumulated_gradients(self.mesh, own),
+            accumulated_gradients(self.mesh, own, self._graded),
             layer_stack.reporting_failure(self.mesh),
         ):
             loss = epoch.run(data, loss_fn)
@@ -572,9 +562,15 @@ class Pipeline(torch.nn.Module):
             for file in sorted(path.glob(rows)):
                 parts[file.name] = _read(file, _ROW_FIELDS)
         self.load_state_dict(whole["model"])
-        with on_all_ranks(axis):
-            if optimizer is not None:
-                _load_optimizer(self.layers, optimizer, whole["optimizer"], path)
+        if optimizer is not None:
+            with on_all_ranks(axis):
+                saved, count = whole["optimizer"], len(optimizer.param_groups)
+                if saved is None or len(saved["param_groups"]) != count:
+                    raise ValueError(
+                        f"{path} holds no optimizer with {count} groups of parameters; make "
+                        "the optimizer as it was when saved, or leave it out"
+                    )
+                load_optimizer(self.layers, optimizer, saved)
         self.epoch, self._seed = int(whole["epoch"]), int(whole["seed"])
         if self._run is not None:
             self._run.seed = self._seed
@@ -666,7 +662,7 @@ class _SavedHistory:
         mark, saved = _layout_hash(run), self.parts.values()
         every = {k: v for part in saved for k, v in part["sites"].items()}
         fits = all(part["mark"] == mark for part in saved) and all(
-            key in every and _same_layout(site.history, every[key])
+            key in every and _layout(site.history) == _layout(every[key])
             for key, site in run.sites.items()
         )
         replies = collectives.all_gather_object(
@@ -700,16 +696,5 @@ def _merge_link_rows(parts: list[Any]) -> dict[str, Any]:
     return {"kept": kept, "mark": parts[0]["mark"], "active": active}
 
 
-def _same_layout(history: Any, kept: Any) -> bool:
-    if history is None or kept is None:
-        return history is None and kept is None
-    return history.shape == kept.shape and history.dtype == kept.dtype
-
-
-def _load_optimizer(layers: Any, optimizer: Any, saved: Any, path: Path) -> None:
-    if saved is None or len(saved["param_groups"]) != len(optimizer.param_groups):
-        raise ValueError(
-            f"{path} holds no optimizer with {len(optimizer.param_groups)} groups of "
-            "parameters; make the optimizer as it was when saved, or leave it out"
-        )
-    load_optimizer(layers, optimizer, saved)
+def _layout(history: Tensor | None) -> Any:
+    return None if history is None else (history.shape, history.dtype)

@@ -88,8 +88,3 @@ class StageSchedule:
             rows[span.stage][round(span.begin)] = name.ljust(width)
         lines = [f"stage {stage}  " + " ".join(row) for stage, row in enumerate(rows)]
         return "\n".join(lines) + f"\nbubble {self.bubble:.1%}"
-
-
-def fill_drain(stages: int, chunks: int) -> StageSchedule:
-    """Returns the schedule of so many stages and chunks."""
-    return StageSchedule(stages, chunks)

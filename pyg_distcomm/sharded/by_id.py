@@ -312,6 +312,8 @@ class _Everywhere:
         if not self.here:
             ids.check_below(count)
             self.owners = None if in_backward() else _owners(ids, count)
+        elif not in_backward() and (nodes := ids.rows.nodes) is not None:
+            ids.exchange(nodes)  # raises for nodes of other chunks
 
     def sum(self, src: Tensor) -> Tensor:
         """Returns the sums of rows by id."""

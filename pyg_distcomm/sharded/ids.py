@@ -134,8 +134,8 @@ class LocalPlan(IdPlan):
         if topology is None and len(slot) and int(slot.max()) >= len(rows):
             raise TypeError(
                 "a layer of a pipeline selects sources of edges, of which some lie in other "
-                "chunks, and reads rows by them; read by edge_index[0] of all its edges, or "
-                "precompute the rows as an attribute of the Data"
+                "chunks, and reads rows by them or sums to them; read by edge_index[0] of all "
+                "its edges, or precompute the rows as an attribute of the Data"
             )
         halo: Any = _Nothing() if topology is None else topology.locals.halo
         plan = LocalPlan(halo, slot, len(rows))

@@ -341,6 +341,8 @@ def flip(func: Any, args: Any, kwargs: Any) -> Any:
     out = DistTensor(func(x.local, dims), x.rows, x.dim_)
     if list(dims) in ([0], [-2]) and x.dim_ == 1:
         out._edges_are(x._flipped, x._topology)
+        if x._topology is not None and x._topology.chunked:
+            _ = x._topology.reversed  # raises where these edges are not all here
     return out
 
 
