@@ -9,7 +9,7 @@ from torch import nn
 
 from pyg_distcomm.pipeline.layer_stack import read_stack
 
-WEIGHTED = "x, edge_index, edge_weight -> x"
+WEIGHTED, ATTENTION = "x, edge_index, edge_weight -> x", nn.TransformerEncoderLayer
 
 
 def _mlp(f, h):
@@ -88,6 +88,7 @@ SINGLE = {  # with degrees, exchanges and tensors of edges of their own
     "TransformerConv": lambda f, c, h: [pyg.TransformerConv(f, c)],
     "LSTM": lambda f, c, h: _of_pairs(nn.LSTM, (f, h), 4, c, proj_size=4),
     "GRU": lambda f, c, h: _of_pairs(nn.GRU, (f, h, 2), 2 * h, c, bidirectional=True),
+    "Attention": lambda f, c, h: _of_pairs(ATTENTION, (f, f, h, 0.0), f, c),
     # without edges it reads neither their attributes nor weights
     "GATConv": lambda f, c, h: [
         (pyg.GATConv(f, c, edge_dim=1, add_self_loops=False), WEIGHTED)

@@ -283,11 +283,12 @@ _LAST = {
         1: """reflection_pad1d replication_pad1d upsample_linear1d upsample_nearest1d
             view_as_complex""",
         2: """_adaptive_avg_pool2d _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
-            _linalg_svd _scaled_dot_product_flash_attention_for_cpu adaptive_max_pool2d
-            avg_pool2d linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_lu linalg_lu_factor_ex
-            linalg_lu_solve linalg_matrix_exp linalg_qr linalg_solve_triangular
-            max_pool2d_with_indices reflection_pad2d replication_pad2d tril triu
-            upsample_bilinear2d upsample_nearest2d""",
+            _linalg_svd _native_multi_head_attention _scaled_dot_product_flash_attention_for_cpu
+            _transformer_encoder_layer_fwd adaptive_max_pool2d avg_pool2d linalg_cholesky_ex
+            linalg_eig linalg_inv_ex linalg_lu linalg_lu_factor_ex linalg_lu_solve
+            linalg_matrix_exp linalg_qr linalg_solve_triangular max_pool2d_with_indices
+            reflection_pad2d replication_pad2d tril triu upsample_bilinear2d
+            upsample_nearest2d""",
     }.items()
     for aten_op in _named(names)
 }
@@ -442,6 +443,8 @@ _WITH_WEIGHTS = set(_named("convolution native_group_norm native_layer_norm"))
 _TABLES = {aten.searchsorted, aten.bucketize, aten.isin}
 # the operands that have a row for each of the result's; others are plain
 _OF_ROWS = {
+    aten._native_multi_head_attention: (0, 1, 2, 9),
+    aten._transformer_encoder_layer_fwd: (0, 18),
     aten.bucketize: (0,),
     aten.convolution: (0,),
     aten.convolution_backward: (1, 0),

@@ -97,22 +97,32 @@ def _rows_of_view(x: DistTensor, size: list[int], d: int, done: int) -> Rows | N
     `done` is the product of the sizes before it.
     """
     n, s, before = x.size(x.dim_), size[d], math.prod(x.shape[: x.dim_])
-    if done == before:
-        if s == n and (n != 1 or x.numel() or d == x.dim_):
-            return x.rows
-        tail = math.prod(x.shape[x.dim_ + 1 :])
-        if n and s > n and s % n == 0 and tail and tail % (s // n) == 0:
-            return repeated(x.rows, s // n)
-        of, times = x.rows.derived.get("repeats", (None, 1))
-        if of is not None and s == of.count and math.prod(size[d + 1 :]) % times == 0:
-            return of  # type: ignore[no-any-return]
-    elif n > 1 and 0 < done < before and not before % done and s * done == before * n:
-        return joined([x.rows] * (before // done))  # as those of relations, stacked
-    elif 0 < before < done:
-        parts = x.rows.derived.get("parts", ())
-        if len(parts) * before == done and s == parts[0].count and len({*parts}) == 1:
-            return parts[0]  # type: ignore[no-any-return]
+    behind, after = math.prod(x.shape[x.dim_ + 1 :]), math.prod(size[d + 1 :])
+    if done == before and (s > 1 or s != n or x.numel() or d == x.dim_):
+        return _resized(x.rows, s, behind, after)
+    if n > 1 and 0 < done < before and not before % done:
+        times = before // done  # as those of relations, stacked
+        found = None if s % times else _resized(x.rows, s // times, behind, after)
+        return None if found is None else joined([found] * times)
+    parts = x.rows.derived.get("parts", ())
+    if 0 < before < done and len(parts) * before == done and len({*parts}) == 1:
+        return _resized(parts[0], s, behind, after)
     return None
+
+
+def _resized(rows: Rows, s: int, behind: int, after: int) -> Rows | None:
+    """Returns the s rows of a view, each one of `rows`, a part of one, or several; else None.
+
+    `behind` and `after` are the sizes of a row before and in the view.
+    """
+    n = rows.count
+    if s == n:
+        return rows
+    if n and s > n and s % n == 0 and behind and behind % (s // n) == 0:
+        return repeated(rows, s // n)
+    of, times = rows.derived.get("repeats", (None, 1))
+    fits = of is not None and s == of.count and after % times == 0
+    return of if fits else None  # type: ignore[no-any-return]
 
 
 def repeated(rows: Rows, times: int) -> Rows:
