@@ -3,7 +3,9 @@
 import copy
 import math
 import pickle
+from functools import partial
 
+import alike
 import pytest
 import tiers
 import torch
@@ -16,7 +18,7 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.halo.codecs import Chain, ColumnMask, Plain, RowSample
 from pyg_distcomm.halo.policy import LinkPolicy
-from pyg_distcomm.nn import DistSAGEConv
+from pyg_distcomm.nn import DistSAGEConv, HaloConv
 from pyg_distcomm.nn.message_forms import is_coded
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -253,11 +255,11 @@ def test_staleness_is_known_ahead_and_paces_the_optimizer():
 # Links of layers that run by halo exchange -------------------------------------------
 
 LAYERS = {
-    "GCN": lambda a, b: pyg.GCNConv(a, b),
-    "SAGE": lambda a, b: pyg.SAGEConv(a, b),
-    "GAT": lambda a, b: pyg.GATConv(a, b, heads=2, concat=False),
-    "GIN": lambda a, b: pyg.GINConv(torch.nn.Linear(a, b)),
-    "Transformer": lambda a, b: pyg.TransformerConv(a, b),
+    "GCN": lambda a, b, **k: pyg.GCNConv(a, b, **k),
+    "SAGE": lambda a, b, **k: pyg.SAGEConv(a, b, **k),
+    "GAT": lambda a, b, **k: pyg.GATConv(a, b, heads=2, concat=False, **k),
+    "GIN": lambda a, b, **k: pyg.GINConv(torch.nn.Linear(a, b), **k),
+    "Transformer": lambda a, b, **k: pyg.TransformerConv(a, b, **k),
     "GATv2": lambda a, b: pyg.GATv2Conv(a, b),
     "ARMA": lambda a, b: pyg.ARMAConv(a, b, 2, 2),
     "TAG": lambda a, b: pyg.TAGConv(a, b, K=2),
@@ -347,6 +349,64 @@ def test_bytes_of_layers_are_those_foretold(layer, name):
     codec = "Quantise" if name == "sylvie" else "ColumnMask"
     rows = [line for line in str(link).splitlines() if "Conv" in line]
     assert any(codec in line for line in rows) is (layer != "GATv2")
+
+
+BACK = {
+    **{name: LAYERS[name] for name in ("GCN", "SAGE", "GAT", "GIN", "Transformer")},
+    "edge features": lambda a, b, **k: pyg.TransformerConv(a, b, edge_dim=1, **k),
+    "weights": lambda a, b, **k: pyg.GraphConv(a, b, **k),
+}
+
+
+@tiers.cover(
+    ("layer", "name", "size"),
+    [*BACK],
+    ["one bit", "varco", "sylvie", "pipegcn"],
+    [2, 3],
+    step=2,
+)
+@worlds.on()
+def test_a_layer_against_the_edges_is_one_along_flipped_edges(layer, name, size):
+    """Also if a script flips them: the same codes of rows, gradients and bytes."""
+    mesh, data, found = worlds.mesh(), GRAPHS["directed"](), []
+    against, turned = {"flow": "target_to_source"}, copy.copy(data)
+    turned.edge_index = data.edge_index.flip(0)
+    for graph, how, flips in ((turned, {}, 0), (data, against, 0), (data, {}, 1)):
+        link = LINKS[name]()
+        share = pdc.partition(graph, mesh, "block", link=link)
+        share.edge_index = share.edge_index.flip(0) if flips else share.edge_index
+        torch.manual_seed(3)
+        make = partial(BACK[layer], **how)
+        net = Net(lambda a, b, make=make: HaloConv(make(a, b)), (7, 6, 6, 4))
+        values = share.edge_weight.clone().requires_grad_()
+        given = {"edge features": [values[:, None]], "weights": [values]}.get(layer, [])
+        every = []
+        for t in range(4):
+            foretold = link.price().total
+            mesh.ledger.reset()
+            x = share.x.clone().requires_grad_()
+            out = net.double()(x, share.edge_index, *given)
+            out.square().sum().backward()
+            price = link.price()
+            assert t == 0 or moved(mesh) == foretold == price.total, (t, flips, how)
+            every += [out, x.grad, values.grad if given else price.total]
+            every += [p.grad for p in net.parameters()]
+            link.step(1.0 / (t + 1))
+        found.append([alike.whole(v) for v in every])
+    for other in found[1:]:
+        alike.same(other, found[0])
+
+
+@worlds.on(2)
+def test_both_directions_are_coded():
+    link = LinkPolicy(ONE, exact_last=False)
+    share = pdc.partition(GRAPHS["directed"](), worlds.mesh(), "random", link=link)
+    net = pdc.convert(pyg.DirGNNConv(pyg.SAGEConv(7, 4)).double())
+    for layer in (net, pdc.convert(pyg.HypergraphConv(7, 4).double())):
+        layer(share.x * 1.0, share.edge_index).sum().backward()
+    rows = [line for line in str(link).splitlines() if "Conv" in line]
+    assert len(rows) == 6  # two halos of each product of SAGE
+    assert all("Quantise" in line for line in rows)
 
 
 @worlds.on(2)

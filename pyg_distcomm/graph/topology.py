@@ -516,7 +516,8 @@ class Topology:
             for ids in (self.edges.gid, self.source_gid, self.target_gid)
         )
         order = torch.argsort(gid)
-        edges = Rows(gid[order], self.edges.total, mesh, None)
+        nodes = self.nodes if self.sources is None else None
+        edges = Rows(gid[order], self.edges.total, mesh, None, nodes=nodes)
         return Topology(
             target[order],
             source[order],

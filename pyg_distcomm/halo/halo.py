@@ -27,7 +27,7 @@ from pyg_distcomm.kernels.memory import MemoryCap
 # axis. For nonzeros that are handed to another rank ([Note: rows or sums]) "sums": partial sums
 # over the row axis; "far": rows over the col axis. Others are numbered from len(NAMES).
 NAMES = ("ghost", "out", "sums", "far")
-DEGREES = 1 << 20  # numbers from here on: exchanges of degrees, which layers may cache
+DEGREES = 1 << 20  # degrees, which layers may cache; from here on rows of edges
 CHUNK_ROWS = 8192  # the least rows of a chunk: smaller ones cost more than they save
 MAX_CHUNKS = 4
 

@@ -268,7 +268,7 @@ class Forecast:
 def exchange_name(name: int) -> str:
     """Returns the name of an exchange of a call."""
     if name >= DEGREES:
-        return "degrees"
+        return "degrees" if name == DEGREES else "rows of edges"
     return NAMES[name] if name < len(NAMES) else str(name - len(NAMES))
 
 

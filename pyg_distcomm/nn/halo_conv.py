@@ -33,7 +33,7 @@ from pyg_distcomm.comm.failure import needing, watch_of
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.graph.local_adjacency import stays
 from pyg_distcomm.graph.topology import OperatorKind, Topology, all_or_none
-from pyg_distcomm.halo.halo import NAMES, exchange
+from pyg_distcomm.halo.halo import DEGREES, NAMES, exchange
 from pyg_distcomm.kernels.memory import KEPT_FROM
 from pyg_distcomm.nn.capped import within_cap
 from pyg_distcomm.nn.layer_context import (
@@ -48,6 +48,7 @@ from pyg_distcomm.nn.layer_context import (
     has_hooks,
     is_changed,
     is_spread,
+    linked_flips,
     sharded_inputs,
     topology_of,
     warn_about_grid,
@@ -71,10 +72,10 @@ from pyg_distcomm.nn.message_forms import (
     with_attributes,
 )
 from pyg_distcomm.sharded.agreement import compare_weights
-from pyg_distcomm.sharded.constants import key_of
-from pyg_distcomm.sharded.dist_tensor import DistTensor
-from pyg_distcomm.sharded.edges import DistEdgeIndex
-from pyg_distcomm.sharded.ids import ids_of
+from pyg_distcomm.sharded.constants import kept_with, key_of
+from pyg_distcomm.sharded.dist_tensor import DistTensor, Placed
+from pyg_distcomm.sharded.edges import DistEdgeIndex, attribute
+from pyg_distcomm.sharded.ids import Ids, ids_of
 from pyg_distcomm.sharded.partial import all_entered
 
 _MOST = 64  # edges that layers derive from those of a graph, as those of each relation
@@ -221,7 +222,8 @@ def exchanging(conv: Any, context: LayerContext) -> AbstractContextManager[None]
     call = context.exchange()
     if context.topology.chunked:
         return with_attributes(layers, _ChunkVisit(context).stand_ins)
-    return with_attributes([] if call is None else layers, _Visit(call).stand_ins)
+    visit = _Visit(call, context)
+    return with_attributes([] if call is None else layers, visit.stand_ins)
 
 
 def keeps_rows(layer: Any) -> bool:
@@ -233,10 +235,10 @@ def keeps_rows(layer: Any) -> bool:
 class _Visit:
     """Holds one call of a layer: which rows it has fetched."""
 
-    def __init__(self, call: Any) -> None:
-        self.call = call
+    def __init__(self, call: Any, context: LayerContext) -> None:
+        self.call, self.context = call, context
         self.now: tuple[str, dict[str, Any]] = "", {}
-        self.coded = 0
+        self.coded = self.moved = 0  # exchanges of rows of nodes, and of edges
         self.fetched: list[tuple[Any, Any, Tensor]] = []
 
     def stand_ins(self, layer: Any) -> dict[str, Callable[..., Any]]:
@@ -245,6 +247,7 @@ class _Visit:
 
         def noting(verb: str, run: Callable[..., Any]) -> Callable[..., Any]:
             def call(edge_index: Any, size: Any = None, **given: Any) -> Any:
+                edge_index, given = self.at_sums(layer, edge_index, given)
                 self.now = verb, given
                 return run(edge_index, size=size, **given)
 
@@ -255,6 +258,39 @@ class _Visit:
             "edge_updater": noting("edge_updater", layer.edge_updater),
             "_index_select": lambda src, index: self.select(layer, plain, src, index),
         }
+
+    def at_sums(self, layer: Any, edge_index: Any, given: Any) -> tuple[Any, Any]:
+        """Returns edges, and the rows given for each, where they lie over a link.
+
+        That is with the owners of what they are summed to, so that rows travel: no codec
+        writes sums. Collective once for edges that do not change.
+        """
+        into = int(layer.flow == "source_to_target")
+        if type(edge_index) is not DistTensor or edge_index.dim_ != 1:
+            return edge_index, given
+        end: Any = edge_index[into]
+        ids, rows = ids_of(end), edge_index.rows
+        if ids is None or ids.exchange(self.context.topology.nodes).halo.silent:
+            return edge_index, given
+        there, places = kept_with(
+            edge_index, ("at", into), lambda: _moved(layer, edge_index)
+        )
+
+        def at(v: Any) -> Any:
+            if type(v) is not DistTensor or v.dim_ or v.rows is not rows:
+                return v
+            if key_of(v) is None:  # computed in each run
+                plan = places.exchange(rows)
+                self.moved += 1
+                how = DEGREES + self.moved, "edges lie with the owners of sums"
+                table = self.exchanged(v.to_local(), plan.halo, *how)
+                return DistTensor.from_local(table[plan.slot], there.rows)
+            kind = "at", id(there.rows)
+            return kept_with(
+                v, kind, lambda: attribute(Placed.apply(v, (there.rows, 0)))
+            )
+
+        return there, tree_map(at, given)
 
     def select(
         self, layer: Any, plain: Callable[..., Tensor], src: Any, index: Any
@@ -283,23 +319,49 @@ class _Visit:
         name = next((k for k, v in given.items() if _holds(v, src)), "")
         local = src.to_local().movedim(src.dim_, 0).contiguous()
         coded = is_coded(layer, verb, name, local)
-        call = self.call if coded else self.call.as_exact("attention depends on it")
-        link = call.wrap(halo, len(NAMES) + self.coded)
-        self.coded += 1
-        flat = local.unsqueeze(1) if local.dim() == 1 else local
-        table = torch.cat([flat, exchange(flat, link)])
-        table = table.squeeze(1) if local.dim() == 1 else table
+        how = len(NAMES) + self.coded, "" if coded else "attention depends on it"
+        table, self.coded = self.exchanged(local, halo, *how), self.coded + 1
         if not coded:
             self.fetched.append((src, halo, table))
         return table
+
+    def exchanged(self, local: Tensor, halo: Any, number: int, exact: str) -> Tensor:
+        """Returns own rows and ghosts, over the link, or exactly for a reason."""
+        call = self.call.as_exact(exact) if exact else self.call
+        link = call.wrap(halo, number)
+        flat = local.unsqueeze(1) if local.dim() == 1 else local
+        table = torch.cat([flat, exchange(flat, link)])
+        return table.squeeze(1) if local.dim() == 1 else table
+
+
+def _moved(layer: Any, edge_index: DistTensor) -> tuple[DistTensor, Ids]:
+    """Returns edges with the owners of what they are summed to, and where they were.
+
+    Collective.
+    """
+    if edge_index.rows.nodes is None:
+        raise ValueError(
+            f"{type(layer).__name__} has flow={layer.flow!r}, and edges between two types of "
+            "nodes: their rows do not travel over a link against the edges; flip them, "
+            "edge_index.flip(0), and leave flow out, or set link='exact' for it"
+        )
+    source, target = edge_index
+    if layer.flow == "source_to_target":
+        found: Any = DistEdgeIndex.of_ends(source, target)
+    else:
+        found = DistEdgeIndex.of_ends(target, source).flip(0)
+    return found, Ids(found.rows.place_on(found.device), found.rows)
 
 
 class _ChunkVisit(_Visit):
     """Reads source rows of a chunk of a pipeline, each once; see `pipeline/chunk_graph.py`."""
 
     def __init__(self, context: LayerContext) -> None:
-        super().__init__(None)
+        super().__init__(None, context)
         self.here = context.topology.locals
+
+    def at_sums(self, layer: Any, edge_index: Any, given: Any) -> tuple[Any, Any]:
+        return edge_index, given
 
     def place(self, src: Any, ids: Any) -> Any:
         return None if ids.end != 0 else (None, ids.local)
@@ -323,7 +385,8 @@ def run_on_share(
     """Runs `run`, the forward of a layer, on a share, over its link if it has one."""
     args, kwargs = sharded_inputs(args, kwargs)
     values = (*args, *kwargs.values())
-    edges = [v for v in values if topology_of(v) is not None]
+    edges: Any = [v for v in values if topology_of(v) is not None]
+    edges = edges or linked_flips(values, link)
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology

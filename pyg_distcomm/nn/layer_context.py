@@ -324,7 +324,7 @@ def sharded_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
 def _turns(flip: DistTensor, found: list[DistTensor]) -> bool:
     """Tells whether flipped edges can be planned for: none of the others is of edges."""
     base = flip._flipped
-    known = key_of(flip) is not None and base.sources is None and base.link is None
+    known = key_of(flip) is not None and base.sources is None
     known = known and not base.chunked and base.nodes.memory is None
     return known and not any(x.rows is flip.rows for x in found if x is not flip)
 
@@ -338,7 +338,20 @@ def _turned(flip: DistTensor) -> DistTensor:
         ends = torch.stack([turned.source_gid, turned.target_gid])
         known = DistEdgeIndex.of(ends.to(flip.device, flip.dtype), turned)
         vars(base)["turned"] = known
-    return known  # type: ignore[no-any-return]
+    return known if base.link is None else known.with_link(base.link)  # type: ignore[no-any-return]
+
+
+def linked_flips(values: Any, link: OwnLink) -> list[DistTensor]:
+    """Returns flipped edges, turned, where a layer, or they, have a link; collective once.
+
+    A layer gets values of its edges beside them, which lie with those that are flipped.
+    """
+    flips = [v for v in values if type(v) is DistTensor and v._flipped is not None]
+    return [
+        _turned(v)
+        for v in flips
+        if link != "exact" and (link or v._flipped.link) is not None
+    ]
 
 
 def _check_rows(x: Any, values: list[DistTensor]) -> None:
