@@ -157,6 +157,37 @@ def test_numbers_and_gradients_are_kept_by_the_masks_of_the_kernel(size):
         alike.same([drawn, x.grad], [plain * kept, plain * kept])
 
 
+EVERY = {
+    "alpha": lambda x: F.alpha_dropout(x, 0.4, True),
+    "alpha of features": lambda x: F.feature_alpha_dropout(x, 0.4, True),
+    "alpha of channels": lambda x: F.feature_alpha_dropout(
+        x.view(-1, WIDTH, 1), 0.4, True
+    ),
+    "rows as channels": lambda x: F.dropout1d(x, 0.4),
+    "channels": lambda x: F.dropout2d(x.view(-1, WIDTH, 1, 1), 0.4, inplace=True),
+}
+
+
+def dropped():
+    """What each dropout keeps of rows, and their gradients, without a gather."""
+    found, share = {}, shared(problem("directed"), worlds.mesh(), "random")
+    for name, drop in EVERY.items():
+        x = share.x.detach().requires_grad_()
+        out = drop(x * 1)
+        out.square().sum().backward()
+        assert "gather" not in x.rows.mesh.ledger.table()
+        found[name] = out.detach(), x.grad
+    return alike.whole([*itertools.chain(*found.values())])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_dropout_is_keyed(size):
+    want = worlds.run(dropped, 1)[0]
+    assert all(0.2 < (g == 0).double().mean() < 0.6 for g in want[1::2])
+    for got in worlds.run(dropped, size):
+        alike.same(got, want)
+
+
 class KeepsMessages(pyg.MessagePassing):
     """Keeps the messages it drops, to look at."""
 

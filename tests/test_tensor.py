@@ -725,12 +725,17 @@ def test_noise_is_that_of_one_process(size):
         lambda x: torch.zeros_like(x).uniform_(-1, 1),
         lambda x: torch.zeros_like(x).exponential_(),
         lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: torch.zeros_like(x).float().bernoulli_(x[:, :1].sigmoid()),
+        lambda x: torch.zeros_like(x).bernoulli_(weights(x, 7).abs()),
     ]
+    ledger = share.x.rows.mesh.ledger
+    ledger.reset()
     for draw in draws:
         torch.manual_seed(3)
         want = draw(data.x.to(share.x.device)), torch.rand(3)
         torch.manual_seed(3)
         got = draw(share.x), torch.rand(3)
+        assert "gather bern" not in ledger.table()
         alike.same(got, want, rtol=0, atol=0)
     assert torch.randn_like(share.x, requires_grad=True).requires_grad
     # masks are drawn by key: entries are kept, or those of SELU at minus infinity

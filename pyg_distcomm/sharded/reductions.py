@@ -410,4 +410,19 @@ rule(
     aten.random_,
 )(_drawn_whole)
 
-rule(aten.bernoulli.default, aten.bernoulli_.Tensor)(whole.apply)  # as one process does
+
+@rule(aten.bernoulli.default, aten.bernoulli_.Tensor)
+def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
+    """Draws as one process does, of the chances of own rows: others take a number each, too."""
+    x, p = args[0], args[-1]
+    if type(x) is not DistTensor:
+        return whole.apply(func, args, kwargs)
+    place, d = x.rows.place_on(x.device), x.dim_
+    own = meeting(p, x.rows, x.dim() - d).expand_as(x.local)
+    every = own.new_full(x.shape, 0.5).index_copy_(d, place, own)
+    drawn = torch.bernoulli(every, **kwargs).index_select(d, place)
+    if not func._schema.is_mutable:
+        return DistTensor(drawn, x.rows, d)
+    x.local.copy_(drawn)
+    changed(x)
+    return x
