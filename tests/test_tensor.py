@@ -354,6 +354,17 @@ def test_an_lstm_of_each_row_gathers_none():
     got, want = (alike.learnt(net, x.float()) for x in (share.x, data.x))
     assert "gather" not in share.x.rows.mesh.ledger.table()
     alike.same(got, want, rtol=1e-4, atol=1e-5)
+    for kind in (nn.GRU, nn.LSTM):  # from states that are rows
+        net = _seeded(kind, 7, 2, batch_first=True)
+
+        def last(x, net=net):
+            first = x.new_zeros(len(x), 2)[None]
+            return net(cube(x), (first,) * 2 if isinstance(net, nn.LSTM) else first)[0][
+                :, -1
+            ]
+
+        alike.same(alike.step(last, share.x), alike.step(last, data.x))
+    assert "gather add" not in share.x.rows.mesh.ledger.table()
 
 
 ORDERS = (0, 0.5, -1, 1.5, 3, -math.inf)

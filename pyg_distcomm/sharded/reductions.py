@@ -394,6 +394,10 @@ def _drawn_whole(func: Any, args: Any, kwargs: Any) -> Any:
     x = args[0]
     full = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     own = own_part(func(full, *args[1:], **kwargs), x.rows, x.dim_)
+    return _drawn(x, own, func)
+
+
+def _drawn(x: DistTensor, own: Tensor, func: Any) -> Any:
     if not func._schema.is_mutable:
         return DistTensor(own, x.rows, x.dim_)
     x.local.copy_(own)
@@ -417,12 +421,8 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
     x, p = args[0], args[-1]
     if type(x) is not DistTensor:
         return whole.apply(func, args, kwargs)
-    place, d = x.rows.place_on(x.device), x.dim_
-    own = meeting(p, x.rows, x.dim() - d).expand_as(x.local)
-    every = own.new_full(x.shape, 0.5).index_copy_(d, place, own)
-    drawn = torch.bernoulli(every, **kwargs).index_select(d, place)
-    if not func._schema.is_mutable:
-        return DistTensor(drawn, x.rows, d)
-    x.local.copy_(drawn)
-    changed(x)
-    return x
+    place = x.rows.place_on(x.device)
+    own = meeting(p, x.rows, x.dim() - x.dim_).expand_as(x.local)
+    every = own.new_full(x.shape, 0.5).index_copy_(x.dim_, place, own)
+    drawn = torch.bernoulli(every, **kwargs).index_select(x.dim_, place)
+    return _drawn(x, drawn, func)
