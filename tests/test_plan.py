@@ -104,7 +104,12 @@ def chained(*parts):
     for part in parts:
         made.append(made[part] if isinstance(part, int) else part)
     calls = [
-        (one, "x, edge_index -> x" if isinstance(one, pyg.MessagePassing) else "x -> x")
+        (
+            one,
+            "x, edge_index -> x"
+            if isinstance(one, (pyg.MessagePassing, pyg.DirGNNConv))
+            else "x -> x",
+        )
         for one in made
     ]
     return pyg.Sequential("x, edge_index", calls)
@@ -197,8 +202,9 @@ def test_a_graph_is_cut_as_for_the_ranks_of_each_grid():
             assert torch.equal(plans.partition.owner, owner.owner)
 
 
-def planned(model):
-    return pdc.plan(GRAPHS["directed"](), ranks=2, model=model, partition="random")
+def planned(model, **how):
+    how |= {"ranks": 2, "partition": "random"}
+    return pdc.plan(GRAPHS["directed"](), model=model, **how)
 
 
 def test_what_is_not_counted_is_said():
@@ -212,6 +218,11 @@ def test_what_is_not_counted_is_said():
         assert words in str(plans)
         assert ">= " in str(plans)
         assert "at least" in str(plans.best)
+    back = pyg.SAGEConv(7, 4, flow="target_to_source")
+    for model in (chained(back), chained(pyg.DirGNNConv(pyg.SAGEConv(7, 4)))):
+        for plan in planned(model, codecs=["bf16"]):
+            told = plan.missing == "rows that SAGEConv reads against the edges"
+            assert told == (plan.codec == "bf16")
 
 
 class Idle(torch.nn.Module):

@@ -478,7 +478,8 @@ def plan(
         for link in links:
             cost: Any = epoch_cost(traffic, training, link)
             cost |= {"reason": _refusal(cost["memory"], memory), **described(link)}
-            cost["missing"] = training.missing
+            told = training.missing, "" if link is None else training.against
+            cost["missing"] = "; ".join(filter(None, told))
             found.append(Plan(each, training.orders, **cost))
     found.sort(key=_sort_key)
     ranked = tuple(one for one in found if one.reason is None)

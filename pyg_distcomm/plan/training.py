@@ -90,6 +90,7 @@ class RunRecorder:
     def clear(self) -> None:
         """Begins the records of an epoch."""
         self.missing: list[str] = []
+        self.against: list[str] = []  # layers that read against the edges
         #: of batch norms, and of gradients that are read at once
         self.sums: list[int] = []
         self.summed = 0  # gradients of parameters, in numbers
@@ -128,6 +129,9 @@ class RunRecorder:
             self.constant = x.local if same else None
             self.layers.append(LayerShape(len(self.layers), x.size(-1)))
             self._set("now", self.layers[-1], (args, kwargs))
+            flips = any(getattr(v, "_flipped", None) is not None for v in args)
+            if flips or bare(module).flow != "source_to_target":  # type: ignore[union-attr]
+                self.against.append(type(bare(module)).__name__.removeprefix("Dist"))
         if isinstance(module, BatchNorm1d):
             self._set("norm", module, (args, kwargs))
 
@@ -313,6 +317,7 @@ class Training:
     norms: tuple[int, ...] = ()
     # what the model sends beside all this, or may, in words; or nothing
     missing: str = ""
+    against: str = ""  # what it sends over a link against the edges, which may differ
     summed: int = 0  # how many of `parameters` are summed at the end of a pass
 
     def __post_init__(self) -> None:
@@ -467,6 +472,7 @@ def training_of(
         dtype,
         tuple(run.sums),
         "; ".join(dict.fromkeys(run.missing)),
+        "".join(f"rows that {one} reads against the edges" for one in run.against[:1]),
         run.summed or trained,
     )
 
