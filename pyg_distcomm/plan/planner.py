@@ -478,8 +478,7 @@ def plan(
         for link in links:
             cost: Any = epoch_cost(traffic, training, link)
             cost |= {"reason": _refusal(cost["memory"], memory), **described(link)}
-            told = training.missing, "" if link is None else training.against
-            cost["missing"] = "; ".join(filter(None, told))
+            cost["missing"] = training.uncounted(over_a_link=link is not None)
             found.append(Plan(each, training.orders, **cost))
     found.sort(key=_sort_key)
     ranked = tuple(one for one in found if one.reason is None)

@@ -326,6 +326,12 @@ class Training:
         if not self.layers:
             raise ValueError("an epoch needs at least one layer")
 
+    def uncounted(self, over_a_link: bool) -> str:
+        """Returns what the model sends, or may, beside what a plan counts."""
+        return "; ".join(
+            filter(None, (self.missing, self.against if over_a_link else ""))
+        )
+
     @property
     def runs_by_halo(self) -> bool:
         """Whether rows of some layer travel as on (P, 1, 1), or may."""
