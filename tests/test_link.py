@@ -371,7 +371,8 @@ def test_a_layer_against_the_edges_is_one_along_flipped_edges(layer, name, size)
     mesh, data, found = worlds.mesh(), GRAPHS["directed"](), []
     against, turned = {"flow": "target_to_source"}, copy.copy(data)
     turned.edge_index = data.edge_index.flip(0)
-    for graph, how, flips in ((turned, {}, 0), (data, against, 0), (data, {}, 1)):
+    ways = (turned, {}, 0), (data, against, 0), (data, {}, 1), (turned, against, 1)
+    for graph, how, flips in ways:
         link = LINKS[name]()
         share = pdc.partition(graph, mesh, "block", link=link)
         share.edge_index = share.edge_index.flip(0) if flips else share.edge_index
@@ -389,6 +390,7 @@ def test_a_layer_against_the_edges_is_one_along_flipped_edges(layer, name, size)
             out.square().sum().backward()
             price = link.price()
             assert t == 0 or moved(mesh) == foretold == price.total, (t, flips, how)
+            assert t == 0 or given or not mesh.ledger.bytes("edges")  # moved once
             every += [out, x.grad, values.grad if given else price.total]
             every += [p.grad for p in net.parameters()]
             link.step(1.0 / (t + 1))

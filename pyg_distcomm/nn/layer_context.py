@@ -337,8 +337,10 @@ def _turned(flip: DistTensor) -> DistTensor:
         turned = base.reversed
         ends = torch.stack([turned.source_gid, turned.target_gid])
         known = DistEdgeIndex.of(ends.to(flip.device, flip.dtype), turned)
-        vars(base)["turned"] = known
-    return known if base.link is None else known.with_link(base.link)  # type: ignore[no-any-return]
+    if known.topology.link is not base.link:
+        known = known.with_link(base.link)
+    vars(base)["turned"] = known  # with what is planned for it
+    return known  # type: ignore[no-any-return]
 
 
 def linked_flips(values: Any, link: OwnLink) -> list[DistTensor]:
