@@ -474,11 +474,11 @@ def loss(func: Any, args: Any, kwargs: Any) -> Any:
     if "backward" in func._schema.name and not args[1].numel():
         return torch.zeros_like(args[1])  # torch's decomposition divides by the number
     if func is aten.binary_cross_entropy.default:
-        _check_shares(args[0])
+        check_shares(args[0])
     return decomposed(func, args, kwargs)
 
 
-def _check_shares(x: Any) -> None:
+def check_shares(x: Any) -> None:
     """Raises on all ranks, as torch does, unless all numbers are between 0 and 1."""
     own = getattr(x, "local", x)
     if own.is_cpu and not bool(((own >= 0) & (own <= 1)).all()):

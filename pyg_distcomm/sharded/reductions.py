@@ -28,7 +28,13 @@ from pyg_distcomm.sharded.partial import (
     plain,
     summed_over_ranks,
 )
-from pyg_distcomm.sharded.pointwise import alone, bound, decomposed, meeting
+from pyg_distcomm.sharded.pointwise import (
+    alone,
+    bound,
+    check_shares,
+    decomposed,
+    meeting,
+)
 
 aten = torch.ops.aten
 OverRows = Callable[[Any, Any, Any, list[int], bool], Any]
@@ -423,6 +429,7 @@ def bernoulli(func: Any, args: Any, kwargs: Any) -> Any:
         return whole.apply(func, args, kwargs)
     place = x.rows.place_on(x.device)
     own = meeting(p, x.rows, x.dim() - x.dim_).expand_as(x.local)
+    check_shares(DistTensor(own, x.rows, x.dim_))
     every = own.new_full(x.shape, 0.5).index_copy_(x.dim_, place, own)
     drawn = torch.bernoulli(every, **kwargs).index_select(x.dim_, place)
     return _drawn(x, drawn, func)
