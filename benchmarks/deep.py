@@ -191,7 +191,7 @@ def built(
         share = pdc.partition(data, mesh, way.cutter, **options)
     torch.manual_seed(seed)
     model = stack_of(case.model, data, args, case.depth)
-    weights = sum(p.numel() for p in model.parameters())
+    weights = sum(p.numel() + 1 for p in model.parameters())
     halo, n = sum(pdc.partition_report(share).halo_rows), int(data.num_nodes or 0)
     formula = 4 * hybrid_words(
         *(n, d, way.stages, mesh.size),

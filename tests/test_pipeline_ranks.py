@@ -35,6 +35,10 @@ def _train(stages, name, graph="directed", dropout=0.0, cutter="random", **kwarg
     pipe(share)
     losses, norms = [], []
     for kind in (1, 2, float("inf")):
+        for p in (p for key, p in pipe.named_parameters() if "_edge" in key):
+            p.requires_grad_(
+                kind != 1
+            )  # a rank without edges finds it no gradient, ever
         opt.zero_grad()
         mesh.ledger.reset()
         losses.append(float(pipe.train_step(share, loss_of)))
@@ -131,7 +135,7 @@ def _bytes(stages, chunks):
     ledger = mesh.ledger
     mine = without_loss(ledger) - ledger.words("all_reduce", "stage")  # the loss
     ghosts = share.edge_index.topology.locals.halo.num_ghosts
-    return mine, ghosts, sum(p.numel() for p in pipe.layers.parameters())
+    return mine, ghosts, sum(p.numel() + 1 for p in pipe.layers.parameters())
 
 
 @tiers.cover(("chunks", "shape"), [1, 4], [(1, 1), *SHAPES])

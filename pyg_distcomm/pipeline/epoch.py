@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -403,19 +402,16 @@ class Epoch:
 
 @contextlib.contextmanager
 def accumulated_gradients(
-    mesh: Mesh, parameters: list[torch.nn.Parameter], known: dict[Any, Any]
+    mesh: Mesh, parameters: list[torch.nn.Parameter]
 ) -> Iterator[None]:
-    """Averages the gradients of a step, and adds them to `p.grad`; a failed step adds none.
-
-    `known` keeps which of them ranks of a stage have together: one without edges has fewer.
-    """
+    """Averages the gradients of a step, and adds them to `p.grad`; a failed step adds none."""
     before = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
     try:
         yield
         if mesh.size > 1:
-            _average_gradients(mesh, parameters, known)
+            _average_gradients(mesh, parameters)
     except BaseException:
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
@@ -425,29 +421,22 @@ def accumulated_gradients(
             p.grad = grad if p.grad is None else grad.add_(p.grad)
 
 
-def _average_gradients(
-    mesh: Mesh, parameters: list[torch.nn.Parameter], known: dict[Any, Any]
-) -> None:
-    """Averages gradients over the ranks of a stage.
+def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None:
+    """Averages gradients over the ranks of a stage, of which one without edges has fewer.
 
-    Price: one all-reduce of the parameters that have a gradient.
+    Price: one all-reduce of the parameters that require a gradient, and of a number for each,
+    which tells whether any rank has one.
     """
-    mine = tuple(int(p.grad is not None) for p in parameters)
-    if mine not in known:
-        every = collectives.all_gather_counts([*mine], mesh.control)
-        known[mine] = [any(of_ranks) for of_ranks in zip(*every, strict=True)]
-    grads = []
-    for p in itertools.compress(parameters, known[mine]):
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        grads.append(p.grad)
-    for dtype in dict.fromkeys(g.dtype for g in grads):
-        same_dtype = [g for g in grads if g.dtype == dtype]
-        flat = collectives.all_reduce(
-            torch.cat([g.reshape(-1) for g in same_dtype]), mesh.data
-        )
-        parts = flat.div_(mesh.size).split([g.numel() for g in same_dtype])
-        for g, part in zip(same_dtype, parts, strict=True):
-            g.copy_(part.view_as(g))
+    free = [p for p in parameters if p.requires_grad]
+    for dtype in dict.fromkeys(p.dtype for p in free):
+        same = [p for p in free if p.dtype == dtype]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
+        mine = grads[0].new_tensor([p.grad is not None for p in same])
+        flat = torch.cat([*(g.reshape(-1) for g in grads), mine])
+        flat = collectives.all_reduce(flat, mesh.data).div_(mesh.size)
+        *parts, any_has = flat.split([*(g.numel() for g in grads), len(same)])
+        for p, g, part, has in zip(same, grads, parts, any_has.tolist(), strict=True):
+            p.grad = g.copy_(part.view_as(g)) if has else None
 
 
 def clip_grad_norm_(

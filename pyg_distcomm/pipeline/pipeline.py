@@ -95,7 +95,7 @@ def hybrid_words(
         ways: the ranks of a stage, W.
         layers: the exchanges of rows in a forward pass, L.
         replication: the ghosts of all ranks of a stage, divided by n, alpha.
-        weights: the number of parameters of all layers, w.
+        weights: the number of parameters of all layers, and of their tensors, w.
     """
     rows = 2 * layers * replication * n * d
     return stage_words(n, d, stages, shared) + rows + 2 * (ways - 1) * weights
@@ -129,7 +129,7 @@ class EpochPrice:
 
 
 def epoch_price(mesh: Mesh, stage: Stage, weights: Sequence[Tensor]) -> EpochPrice:
-    """Returns the price of an epoch on this rank; `weights` are those that have gradients."""
+    """Returns the price of an epoch on this rank; `weights` require gradients."""
     run, axis, own = stage.run, mesh.stage, stage.run.plan.own
     messages = sum(end > begin for begin, end in itertools.pairwise(own.bounds))
     boxes = stage.inbox, None if axis.rank == axis.size - 1 else stage.outbox
@@ -140,7 +140,7 @@ def epoch_price(mesh: Mesh, stage: Stage, weights: Sequence[Tensor]) -> EpochPri
     ]
     counts = Counter[torch.dtype]()
     for p in weights:
-        counts[p.dtype] += p.numel()
+        counts[p.dtype] += p.numel() + 1  # and whether it has one
     sums = [
         (_all_reduce_price(n, mesh.size), kind.itemsize) for kind, n in counts.items()
     ]
@@ -270,7 +270,6 @@ class Pipeline(torch.nn.Module):
         self._keep_own_layers(stack)
         self._stage: Stage | None = None
         self._saved: Any = None
-        self._graded: dict[Any, Any] = {}  # see `accumulated_gradients`
 
     def _keep_own_layers(self, stack: list[StackLayer]) -> None:
         """Keeps the layers of this stage, and drops the others."""
@@ -413,7 +412,7 @@ class Pipeline(torch.nn.Module):
         epoch = Epoch(self.mesh, stage, order, self.recompute, refresh)
         own = list(self.parameters())
         with (
-            accumulated_gradients(self.mesh, own, self._graded),
+            accumulated_gradients(self.mesh, own),
             layer_stack.reporting_failure(self.mesh),
         ):
             loss = epoch.run(data, loss_fn)
