@@ -342,8 +342,8 @@ def _moved(layer: Any, edge_index: DistTensor) -> tuple[DistTensor, Ids]:
     if edge_index.rows.nodes is None:
         raise ValueError(
             f"{type(layer).__name__} has flow={layer.flow!r}, and edges between two types of "
-            "nodes: their rows do not travel over a link against the edges; flip them, "
-            "edge_index.flip(0), and leave flow out, or set link='exact' for it"
+            "nodes, which it reads against their direction: no link codes that; turn them "
+            "around before pdc.partition, and leave flow out, or set link='exact' for it"
         )
     source, target = edge_index
     if layer.flow == "source_to_target":
