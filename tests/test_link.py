@@ -13,6 +13,8 @@ import torch_geometric.nn as pyg
 import worlds
 from links import LINKS, ONE, Net, build, epoch, moved
 from problems import GRAPHS
+from torch_geometric.data import Data
+from torch_geometric.utils import add_self_loops, to_undirected
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
@@ -358,13 +360,28 @@ BACK = {
 }
 
 
-@tiers.cover(
-    ("layer", "name", "size"),
-    [*BACK],
-    ["one bit", "varco", "sylvie", "pipegcn"],
-    [2, 3],
-    step=2,
-)
+def coded(net, x, edges, link, *given):
+    """Outputs, gradients and prices of some epochs; bytes are those foretold."""
+    every, mesh = [], x.rows.mesh
+    for t in range(4):
+        foretold = link.price().total
+        mesh.ledger.reset()
+        leaves = [v.detach().clone().requires_grad_() for v in (x, *given)]
+        out = net.double()(leaves[0], edges, *leaves[1:])
+        out.square().sum().backward()
+        price = link.price()
+        assert t == 0 or moved(mesh) == foretold == price.total, t
+        assert t == 0 or given or not mesh.ledger.bytes("edges")  # moved once
+        every += [out, *(p.grad for p in (*leaves, *net.parameters()))]
+        every += [] if given else [price.total]  # values of edges may have moved
+        link.step(1.0 / (t + 1))
+    return [alike.whole(v) for v in every]
+
+
+CODED = ["one bit", "varco", "sylvie", "pipegcn"]
+
+
+@tiers.cover(("layer", "name", "size"), [*BACK], CODED, [2, 3], step=2)
 @worlds.on()
 def test_a_layer_against_the_edges_is_one_along_flipped_edges(layer, name, size):
     """Also if a script flips them: the same codes of rows, gradients and bytes."""
@@ -375,28 +392,37 @@ def test_a_layer_against_the_edges_is_one_along_flipped_edges(layer, name, size)
     for graph, how, flips in ways:
         link = LINKS[name]()
         share = pdc.partition(graph, mesh, "block", link=link)
-        share.edge_index = share.edge_index.flip(0) if flips else share.edge_index
+        edges = share.edge_index.flip(0) if flips else share.edge_index
         torch.manual_seed(3)
         make = partial(BACK[layer], **how)
         net = Net(lambda a, b, make=make: HaloConv(make(a, b)), (7, 6, 6, 4))
-        values = share.edge_weight.clone().requires_grad_()
+        values = share.edge_weight
         given = {"edge features": [values[:, None]], "weights": [values]}.get(layer, [])
-        every = []
-        for t in range(4):
-            foretold = link.price().total
-            mesh.ledger.reset()
-            x = share.x.clone().requires_grad_()
-            out = net.double()(x, share.edge_index, *given)
-            out.square().sum().backward()
-            price = link.price()
-            assert t == 0 or moved(mesh) == foretold == price.total, (t, flips, how)
-            assert t == 0 or given or not mesh.ledger.bytes("edges")  # moved once
-            every += [out, x.grad, values.grad if given else price.total]
-            every += [p.grad for p in net.parameters()]
-            link.step(1.0 / (t + 1))
-        found.append([alike.whole(v) for v in every])
+        found.append(coded(net, share.x, edges, link, *given))
     for other in found[1:]:
         alike.same(other, found[0])
+
+
+DERIVED = {
+    "looped": lambda data: add_self_loops(data.edge_index, num_nodes=60)[0],
+    "both ways": lambda data: to_undirected(data.edge_index, num_nodes=60),
+    "some": lambda data: data.edge_index[:, data.edge_index[0] % 3 > 0],
+}
+
+
+@tiers.cover(("derive", "name", "layer"), [*DERIVED], CODED, ["GAT", "GIN"], step=2)
+@worlds.on(3)
+def test_edges_that_a_script_derives_are_coded_as_those_of_a_graph(derive, name, layer):
+    mesh, some, made, found = worlds.mesh(), GRAPHS["directed"](), DERIVED[derive], []
+    data, whole = (Data(x=some.x, edge_index=e) for e in (some.edge_index, made(some)))
+    for graph in (whole, data):
+        link = LINKS[name]()
+        share = pdc.partition(graph, mesh, "block", link=link)
+        torch.manual_seed(3)
+        net = Net(lambda a, b: HaloConv(LAYERS[layer](a, b)), (7, 6, 6, 4))
+        edges = share.edge_index if graph is whole else made(share)
+        found.append(coded(net, share.x, edges, link))
+    alike.same(*found)
 
 
 @worlds.on(2)

@@ -277,6 +277,8 @@ def assemble(
         if share.edge_hash is not None and not types.typed:
             read = share.edge_hash, share.in_degree
             edges.derived["counted"] = made.topology.source_gid, *read
+        if not types.typed:
+            nodes[target].derived["link"] = links[kind]  # of edges that scripts derive
         (out[kind] if types.typed else out).edge_index = made.with_link(links[kind])
         rows[kind] = edges
     for held, spread in ((share.node, nodes), (share.edge, rows), (share.graph, None)):

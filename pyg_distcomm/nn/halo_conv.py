@@ -48,7 +48,7 @@ from pyg_distcomm.nn.layer_context import (
     has_hooks,
     is_changed,
     is_spread,
-    linked_flips,
+    linked_edges,
     sharded_inputs,
     topology_of,
     warn_about_grid,
@@ -386,7 +386,7 @@ def run_on_share(
     args, kwargs = sharded_inputs(args, kwargs)
     values = (*args, *kwargs.values())
     edges: Any = [v for v in values if topology_of(v) is not None]
-    edges = edges or linked_flips(values, link)
+    edges = edges or linked_edges(values, link)
     if len(edges) != 1:
         return run(*args, **kwargs)
     topology = edges[0].topology

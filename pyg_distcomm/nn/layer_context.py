@@ -27,7 +27,7 @@ from pyg_distcomm.graph.topology import Topology
 from pyg_distcomm.halo.exchange import LayerExchange
 from pyg_distcomm.halo.policy import LinkPolicy, settings_of
 from pyg_distcomm.process import PROCESS, tell
-from pyg_distcomm.sharded.constants import key_of
+from pyg_distcomm.sharded.constants import kept_with, key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -343,17 +343,29 @@ def _turned(flip: DistTensor) -> DistTensor:
     return known  # type: ignore[no-any-return]
 
 
-def linked_flips(values: Any, link: OwnLink) -> list[DistTensor]:
-    """Returns flipped edges, turned, where a layer, or they, have a link; collective once.
+def linked_edges(values: Any, link: OwnLink) -> list[DistTensor]:
+    """Returns edges that are flipped or derived, where a layer, or their graph, has a link.
 
-    A layer gets values of its edges beside them, which lie with those that are flipped.
+    A layer gets values of its edges beside them, which lie with those that it gets, so these
+    edges, planned, only say where its rows are. Collective once for constant edges.
     """
-    flips = [v for v in values if type(v) is DistTensor and v._flipped is not None]
-    return [
-        _turned(v)
-        for v in flips
-        if link != "exact" and (link or v._flipped.link) is not None
-    ]
+    found = []
+    for v in values:
+        if link == "exact" or type(v) is not DistTensor or key_of(v) is None:
+            continue
+        nodes = v.rows.nodes
+        if v._flipped is not None:
+            if (link or v._flipped.link) is not None:
+                found.append(_turned(v))
+        elif v.dim_ == 1 and nodes is not None and nodes.partition is not None:
+            policy = link or nodes.derived.get("link")
+            if policy is not None:
+
+                def made(v: Any = v, policy: Any = policy) -> Any:
+                    return DistEdgeIndex.of_ends(*v).with_link(policy)
+
+                found.append(kept_with(v, ("over", id(policy)), made))
+    return found
 
 
 def _check_rows(x: Any, values: list[DistTensor]) -> None:
