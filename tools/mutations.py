@@ -247,7 +247,7 @@ test_cutters.py -k test_no_part_exceeds_its_capacity and ldg
         max(capacity[0], math.{{floor(mean[0] * balance) => ceil(mean[0] * balance * 1.05)}})
 test_cutters.py -k test_block_is_consecutive_and_even
     cutter: the first parts of a block cut are all the larger ones
-        {{sizes[:rest] += 1 => sizes[-1] += rest}}
+        num_nodes // num_parts + (parts {{< => >=}} num_nodes % num_parts))
 test_cutters.py -k ldg or cliques
     cutter: LDG keeps its last cut, not its best
         best, best_cut = owner{{.copy() => }}, size
@@ -284,7 +284,7 @@ test_cuda_kernels.py -k test_quantised_rows
         total = {{tl.where(total > limit, limit, total) => total}}.to(out.dtype.element_ty)
 test_subgraph_loaders.py -k saint
     subgraphs: an edge's norm counts its target
-        of_source[self._edge_ids] = drawn[self.{{source => target}}]
+        of_source[ids] = drawn[self.{{source => target}}]
     subgraphs: walks go on from where there is no way out
         node = {{torch.where(degree > 0, ends, node) => ends}}
     subgraphs: edges are drawn by the degrees of their own ends

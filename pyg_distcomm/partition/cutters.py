@@ -227,9 +227,8 @@ def _cut(
 ) -> Partition:
     num_nodes = len(train)
     if method == "random":
-        owner = np.random.default_rng(seed).permutation(
-            _block_owner(num_nodes, num_parts)
-        )
+        owner = _block_owner(num_nodes, num_parts)
+        owner = np.random.default_rng(seed).permutation(owner)
         return Partition.from_owner(owner, num_parts)
     if method == "block" or num_parts == 1 or num_nodes <= num_parts:
         return Partition.from_owner(_block_owner(num_nodes, num_parts), num_parts)
@@ -319,10 +318,8 @@ def symmetric_csr(edge_index: Tensor, num_nodes: int) -> Csr:
 
 
 def _block_owner(num_nodes: int, num_parts: int) -> np.ndarray:
-    size, rest = divmod(num_nodes, num_parts)
-    sizes = np.full(num_parts, size)
-    sizes[:rest] += 1
-    return np.repeat(np.arange(num_parts), sizes)
+    parts = np.arange(num_parts)
+    return np.repeat(parts, num_nodes // num_parts + (parts < num_nodes % num_parts))
 
 
 def _improve(
@@ -417,11 +414,7 @@ class TensorEdges:
 
     def __init__(self, edge_index: Tensor) -> None:
         self._edges = plain_edges(edge_index).cpu().numpy()
-
-    @property
-    def num_edges(self) -> int:
-        """Returns the number of edges."""
-        return int(self._edges.shape[1])
+        self.num_edges = int(self._edges.shape[1])
 
     def chunks(self, what: str) -> Iterator[np.ndarray]:
         """Yields arrays `[2, c]`, int64, in order; ignores `what`, the label of a bar."""
@@ -696,9 +689,8 @@ def _cut_twice(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cuts into outer parts, and each into inner parts; returns both parts of each node."""
     num_outer, num_inner = sides
-    outer = (
-        cutter(torch.from_numpy(ends), num_outer, train).owner.numpy().astype(np.int64)
-    )
+    first = cutter(torch.from_numpy(ends), num_outer, train)
+    outer = first.owner.numpy().astype(np.int64)
     inner = np.zeros(train.size, np.int64)
     lid = np.zeros(train.size, np.int64)
     same_outer = outer[ends[0]] == outer[ends[1]]
@@ -718,17 +710,15 @@ def _match_inner_parts(
     num_outer, num_inner = sides
     inner_id = outer * num_inner + inner
     key = inner_id[ends[0]] * (num_outer * num_inner) + inner_id[ends[1]]
-    num_joining = np.bincount(key, minlength=(num_outer * num_inner) ** 2).reshape(
-        (num_outer, num_inner) * 2
-    )
+    joining = np.bincount(key, minlength=(num_outer * num_inner) ** 2)
+    num_joining = joining.reshape((num_outer, num_inner) * 2)
     num_joining = num_joining + num_joining.transpose(2, 3, 0, 1)
     number = np.tile(np.arange(num_inner), (num_outer, 1))
     for sweep_number in range(MATCHES):
         for part in range(num_outer):
             # edges of each inner part with each number, in the parts numbered so far
-            others = [
-                k for k in range(part if sweep_number == 0 else num_outer) if k != part
-            ]
+            seen = part if sweep_number == 0 else num_outer
+            others = [k for k in range(seen) if k != part]
             gains = np.zeros((num_inner, num_inner), np.int64)
             for k in others:
                 gains[:, number[k]] += num_joining[part, :, k]
