@@ -88,7 +88,7 @@ def digits(seed: int = 0) -> Data:
         x=torch.from_numpy(pixels.astype(np.float32) / 16),
         edge_index=to_undirected(pairs, num_nodes=len(label)),
         y=y,
-        **_masks_per_class(y, 20, 500, seed),
+        **_masks_per_class(y, seed),
     )
 
 
@@ -127,26 +127,22 @@ def generated(num_nodes: int, seed: int = 0, degree: int = 10) -> Data:
     )
 
 
-def _masks_per_class(
-    y: Tensor, each: int, num_val: int, seed: int
-) -> dict[str, Tensor]:
+def _masks_per_class(y: Tensor, seed: int) -> dict[str, Tensor]:
+    """Draws 20 nodes of each class to train with, 500 others to validate; the rest test."""
     order = torch.randperm(y.numel(), generator=torch.Generator().manual_seed(seed))
     train = torch.zeros(y.numel(), dtype=torch.bool)
     for label in y.unique():
-        train[order[y[order] == label][:each]] = True
+        train[order[y[order] == label][:20]] = True
     val = torch.zeros_like(train)
-    val[order[~train[order]][:num_val]] = True
+    val[order[~train[order]][:500]] = True
     return {"train_mask": train, "val_mask": val, "test_mask": ~(train | val)}
 
 
 def _from_file(path: Path, hetero: bool) -> Data | HeteroData:
     if not path.is_file():
         raise ValueError(f"{path}: missing")
-    data = (
-        _from_npz(path)
-        if path.suffix.lower() == ".npz"
-        else load_saved_graph(path, hetero)
-    )
+    packed = path.suffix.lower() == ".npz"
+    data = _from_npz(path) if packed else load_saved_graph(path, hetero)
     if isinstance(data, Data) and data.edge_index is None:
         instead = "; convert its adj_t to one first" if "adj_t" in data else ""
         raise ValueError(f"{path}: has no edge_index [2, num_edges]{instead}")

@@ -187,20 +187,12 @@ class _Parser(argparse.ArgumentParser):
         return ""
 
 
-_CHECKS = {
-    "partition": check_partition,
-    "inspect": check_inspect,
-    "report": check_report,
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `pyg-distcomm`; returns 0, or 1 if it found problems, or 2 for an error."""
     try:
         arguments = _parser().parse_args(argv)
-        check = _CHECKS.get(arguments.verb)
-        if check is not None:
-            check(arguments)
+        if arguments.check is not None:
+            arguments.check(arguments)
         with _exit_on_sigterm():
             with showing("loading torch"):
                 verb = import_module(f"pyg_distcomm.cli.{arguments.module}")
@@ -210,11 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"pyg-distcomm: error: {error}", file=sys.stderr)
-        return 2
-    except MemoryError as error:
-        print(f"pyg-distcomm: error: not enough memory: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
+        full = "not enough memory: " if isinstance(error, MemoryError) else ""
+        print(f"pyg-distcomm: error: {full}{error}", file=sys.stderr)
         return 2
     return code
 
@@ -231,15 +221,11 @@ def _exit_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals
         return
-    before = signal.signal(signal.SIGTERM, _terminated)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def _terminated(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)
 
 
 def _parser() -> _Parser:
@@ -249,26 +235,29 @@ def _parser() -> _Parser:
         "--version", action="version", version=f"pyg-distcomm {version}"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    # each function adds the parser of one subcommand
-    verbs = _partition, _inspect, _report, _doctor
-    for add in verbs:
+    for add in (_partition, _inspect, _report):  # each the parser of one subcommand
         add(commands)
+    text = "check this machine and its packages; exit with 1 if the package cannot run"
+    _verb(commands, "doctor", text, "doctor")
     return parser
 
 
 def _verb(
-    commands: argparse._SubParsersAction[_Parser], name: str, text: str, module: str
+    commands: Any, name: str, text: str, module: str, check: Any = None
 ) -> _Parser:
-    """Adds a subcommand, which the function `run_NAME` of a module of this package runs."""
+    """Adds a subcommand, which the function `run_NAME` of a module of this package runs.
+
+    `check` raises ValueError for arguments that are wrong, before that module is imported.
+    """
     parser = commands.add_parser(name, help=text, description=text)
     parser.add_argument("--json", action="store_true", help="print JSON, not text")
-    parser.set_defaults(module=module, verb=name)
+    parser.set_defaults(module=module, verb=name, check=check)
     return parser
 
 
 def _partition(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "cut a graph and write its parts to a folder"
-    parser = _verb(commands, "partition", text, "folders")
+    parser = _verb(commands, "partition", text, "folders", check_partition)
     parser.add_argument(
         "dataset",
         help="a .pt or .npz file of a graph; edges of any number: as text or a table (.txt, "
@@ -341,7 +330,7 @@ def _add_file_options(parser: _Parser) -> None:
 
 def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "show and check a partition folder; exit with 1 if it is damaged"
-    parser = _verb(commands, "inspect", text, "folders")
+    parser = _verb(commands, "inspect", text, "folders", check_inspect)
     parser.add_argument("folder", type=Path)
     parser.add_argument(
         "--checksums",
@@ -353,15 +342,10 @@ def _inspect(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _report(commands: argparse._SubParsersAction[_Parser]) -> None:
     text = "draw a run that pdc.metrics recorded as one HTML page"
-    parser = _verb(commands, "report", text, "folders")
+    parser = _verb(commands, "report", text, "folders", check_report)
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="the folder of pdc.metrics"
     )
     parser.add_argument(
         "-o", "--out", type=Path, default=Path("report.html"), help="the page to write"
     )
-
-
-def _doctor(commands: argparse._SubParsersAction[_Parser]) -> None:
-    text = "check this machine and its packages; exit with 1 if the package cannot run"
-    _verb(commands, "doctor", text, "doctor")
