@@ -380,10 +380,8 @@ def _read_json(path: Path) -> Row:
         return {}
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: is not what pdc.metrics has written ({error})"
-        ) from None
+    except ValueError:
+        found = None
     if not isinstance(found, dict) or not isinstance(found.get("starts"), list):
         raise ValueError(
             f"{path}: is not what pdc.metrics has written; use another folder"
