@@ -234,9 +234,8 @@ def all_to_all(
         out = like.new_empty((rows, *like.shape[1:]))
     sizes = [len(part) for part in parts]
     traced = _count_rows(like, sizes, recv_counts, axis, op)
-    small = most is not None and most * _row_bytes(like) < _LARGE_MESSAGE
-    rings = _rings_of(axis)
-    small &= rings is None
+    width, rings = like.shape[1:].numel() * like.element_size(), _rings_of(axis)
+    small = most is not None and most * width < _LARGE_MESSAGE and rings is None
     single = small or like.is_cuda or "gloo" not in _backend_of(axis)
     if (single or equal) and source is None:
         source = parts[axis.rank - 1] if equal else torch.cat(list(parts))
@@ -293,18 +292,13 @@ def _is_equal_gather(
 ) -> bool:
     """Tells whether all ranks send one tensor of the same size to all, which NCCL gathers."""
     sent = parts[axis.rank - 1]
-    if not _has_equal_blocks(sent, counts, len(sent), axis):
-        return False
-    return all(part is sent for i, part in enumerate(parts) if i != axis.rank)
+    same = all(part is sent for i, part in enumerate(parts) if i != axis.rank)
+    return same and _has_equal_blocks(sent, counts, len(sent), axis)
 
 
 def _rings_of(axis: Axis) -> Rings | None:
     # a transform of torch.func wraps tensors, whose memory is hidden then
     return None if torch._C._are_functorch_transforms_active() else axis.rings
-
-
-def _row_bytes(x: Tensor) -> int:
-    return x.shape[1:].numel() * x.element_size()
 
 
 def _has_equal_blocks(x: Tensor, counts: Sequence[int], size: int, axis: Axis) -> bool:

@@ -44,6 +44,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from pyg_distcomm.comm.store import RankError
+from pyg_distcomm.kernels import memory
 from pyg_distcomm.process import PROCESS
 
 _TELL_AFTER = 20.0  # seconds of a wait after which one rank tells where all of them are
@@ -149,17 +150,14 @@ class Whereabouts:
         waited = next((place for waits, place in answers if waits), None)
         parts = []
         for place, ranks in groups.items():
-            verb = "waits" if place == waited else "is"
-            if len(ranks) > 1:
-                verb = {"waits": "wait", "is": "are"}[verb]
-            parts.append(f"{_named(ranks)} {verb} {place}")
+            verbs = ("wait", "waits") if place == waited else ("are", "is")
+            parts.append(f"{_named(ranks)} {verbs[len(ranks) == 1]} {place}")
         return ", ".join(parts)
 
     def _answer_of(self, rank: int, wait: Wait) -> tuple[bool, str]:
         """Returns whether a rank waits, and where it is."""
         if rank == self.rank:
-            _, place = self.here()
-            return True, f"at {place}"
+            return True, f"at {self.here()[1]}"
         if self._call("check", [f"left/{rank}"]):
             return False, "at the end of the script"
         if self._call("check", [f"at/{rank}"]):
@@ -240,18 +238,14 @@ class Answering(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Looks for questions until the process ends."""
-        while not self._ended.wait(self._look()):
-            pass
-
-    def _look(self) -> float:
-        """Answers what was asked; returns the seconds until the next look."""
-        interval = _LOOK_INTERVAL
-        with contextlib.suppress(RuntimeError):  # meshes may come and go meanwhile
-            for watch in list(PROCESS.monitors):
-                interval = min(interval, look_interval(watch.deadline))
-                watch.answer()
-        return interval
+        """Looks for questions, and answers them, until the process ends."""
+        interval = 0.0
+        while not self._ended.wait(interval):
+            interval = _LOOK_INTERVAL
+            with contextlib.suppress(RuntimeError):  # meshes may come and go meanwhile
+                for watch in list(PROCESS.monitors):
+                    interval = min(interval, look_interval(watch.deadline))
+                    watch.answer()
 
     def end(self) -> None:
         """Ends the thread, so that it does not ask for the GIL while Python shuts down."""
@@ -373,7 +367,9 @@ class StreamedWorks:
                 self.error = error
                 print(f"rank {watch.rank}: {error}", file=sys.stderr, flush=True)
                 watch.fail(error)
-                _abort(watch.groups)
+                for group in list(watch.groups):  # so that the host waits no longer
+                    with contextlib.suppress(Exception):
+                        group._get_backend(torch.device("cuda")).abort()
                 return
 
     def _drop_completed(self) -> None:
@@ -381,13 +377,6 @@ class StreamedWorks:
         for work in [work for work in self._works if work[0].is_completed()]:
             self._works.remove(work)
             work[1].end()
-
-
-def _abort(groups: Any) -> None:
-    """Aborts NCCL's communicators, so that the host's waits for the device end."""
-    for group in list(groups):
-        with contextlib.suppress(Exception):
-            group._get_backend(torch.device("cuda")).abort()
 
 
 _OVER = (
@@ -627,10 +616,9 @@ class FailureMonitor:
             return reason
         note = json.loads(self.reported_failure() or "{}")
         if note.get("rank") == self.rank:  # in another thread
-            told = (
-                f"rank {self.rank} cannot go on with {doing}, for it had failed before"
+            return RankError(
+                f"{stopped}, for it had failed before\n{note['traceback']}"
             )
-            return RankError(f"{told}\n{note['traceback']}")
         lost = f"rank {self.rank} lost another rank during {doing}: "
         for rank in range(self.size):
             if rank != self.rank and self._try_store("check", [f"left/{rank}"]):
@@ -725,11 +713,12 @@ def needing(
             raise
         kind = MemoryError if device.type == "cpu" else torch.OutOfMemoryError
         rank, ranks = (0, 1) if watch is None else (watch.rank, watch.size)
-        ways = list(instead) or _cheaper_choices(size(), _free_bytes(device), ranks)
+        free = memory.available(device) or 0
+        ways = list(instead) or _cheaper_choices(size(), free, ranks)
         ways += [smaller] if smaller else []
         full: Any = kind(
             f"out of memory on {device} of rank {rank}: {part} needs about {size():,} bytes "
-            f"there, and {_free_bytes(device):,} are free; what needs less: {'; '.join(ways)}. "
+            f"there, and {free:,} are free; what needs less: {'; '.join(ways)}. "
             f"It was: {str(error).splitlines()[0]}"
         )
         full.told = True
@@ -757,15 +746,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or bool(
         _OUT_OF_MEMORY.search(str(error))
     )
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of a device; 0 if unknown."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return 0
 
 
 def _cheaper_choices(size: int, free: int, ranks: int) -> list[str]:

@@ -301,20 +301,17 @@ class Mesh:
         """
         token = int(torch.randint(1 << 62, ()))
         if torch._C._current_graph_task_id() != -1:
-            return self._recomputed_key(token)
+            if token not in self._replay:
+                raise RuntimeError(
+                    "a keyed call (dropout) was recomputed without torch's generator state; "
+                    "use torch.utils.checkpoint with preserve_rng_state=True (its default)"
+                )
+            return random.fold(self.seed, self._replay[token])
         self.step += 1
         self._replay[token] = self.step
         if len(self._replay) > _REMEMBERED:
             self._replay.popitem(last=False)
         return random.fold(self.seed, self.step)
-
-    def _recomputed_key(self, token: int) -> int:
-        if token not in self._replay:
-            raise RuntimeError(
-                "a keyed call (dropout) was recomputed without torch's generator state; "
-                "use torch.utils.checkpoint with preserve_rng_state=True (its default)"
-            )
-        return random.fold(self.seed, self._replay[token])
 
     def is_due(self, number: int) -> bool:
         """Returns whether replicated tensors are compared at the n-th occasion, from 1 on."""

@@ -332,11 +332,9 @@ def _blocks(rows: int, x: Tensor, bits: int) -> Iterator[tuple[slice, slice, sli
     On a device all rows at once: kernels that are begun one by one would wait.
     """
     width, begins = x.size(1), META * rows
-    some = (
-        8 * max(BLOCK // (8 * max(width, 1)), 1)
-        if x.device.type == "cpu"
-        else max(rows, 1)
-    )
+    some = 8 * max(BLOCK // (8 * max(width, 1)), 1)
+    if x.device.type != "cpu":
+        some = max(rows, 1)
     for begin in range(0, rows, some):
         end = min(begin + some, rows)
         first, last = (begins + -(-at * width * bits // 8) for at in (begin, end))

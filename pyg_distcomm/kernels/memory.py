@@ -57,8 +57,10 @@ if GLIBC is not None:
 ADVISES = _open_libc("madvise") if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
-def available() -> int | None:
-    """Returns the bytes that this process can still allocate; None if that is not known."""
+def available(device: torch.device | None = None) -> int | None:
+    """Returns the bytes still free, on the host or a CUDA device; None if not known."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -205,9 +205,8 @@ class Notes:
         """Returns whether a rank has begun an epoch that this rank began after this loader."""
         events = PROCESS.loaders[self._loaders_before :]
         later = [key for event, key in events if event == "begun"]
-        return any(
-            self._common.check([f"{key}/{rank}"]) for key in later[:_LATER_EPOCHS]
-        )
+        keys = [f"{key}/{rank}" for key in later[:_LATER_EPOCHS]]
+        return any(self._common.check([key]) for key in keys)
 
     def _wait(self, enough: Callable[[list[int], float], bool]) -> list[int]:
         """Waits for notes until `enough`; returns the ranks whose notes are still missing."""

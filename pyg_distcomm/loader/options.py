@@ -384,9 +384,8 @@ def _value_sum(values: Any, world: Axis | None) -> int:
     found = int(hash_sum(exact, place, HASH_ODD[1]))
     if rows is None or world is None:
         return found
-    return _wrapped(
-        sum(part[0] for part in collectives.all_gather_counts([found], world))
-    )
+    every = collectives.all_gather_counts([found], world)
+    return _wrapped(sum(part[0] for part in every))
 
 
 def _edge_sum(store: Any) -> int:
