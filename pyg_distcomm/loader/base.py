@@ -229,11 +229,9 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
     @property
     def _index_sampler(self) -> Any:
-        return (
-            IndexSampler(self._plan, self._length)
-            if "_epoch_plan" in self.__dict__
-            else super()._index_sampler
-        )
+        if "_epoch_plan" not in self.__dict__:
+            return super()._index_sampler
+        return IndexSampler(self._plan, self._length)
 
     def __iter__(self) -> Iterator[Graph]:
         """Returns the next epoch, or the rest of that of a loaded state.

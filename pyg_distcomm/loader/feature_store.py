@@ -203,9 +203,8 @@ def top_scoring_ids(score: Tensor, gid: Tensor, count: int, axis: Axis) -> Tenso
 
 def check_names(what: str, given: Any, there: Sequence[Any]) -> None:
     """Raises ValueError, on all ranks alike, for a dictionary with unknown names."""
-    unknown = (
-        [one for one in given if one not in there] if isinstance(given, Mapping) else []
-    )
+    names = given if isinstance(given, Mapping) else ()
+    unknown = [one for one in names if one not in there]
     if unknown:
         raise ValueError(
             f"got {what} for {unknown}, but there are only {list(there)}; check the names"
@@ -333,12 +332,10 @@ class DistFeatureStore(FeatureStore):
         check_names("wire", wire, [name for _, name in found])
         for (group, name), value in found.items():
             if group not in store._row_groups:
-                rows = value.rows
-                store.add_group(group, rows.gid, rows.total, rows.partition)
+                store._add_group_like(group, value)
             store.add(group, name, value.to_local())
         if cache:
-            scores = row_scores(data, ranking)
-            for group, score in scores.items():
+            for group, score in row_scores(data, ranking).items():
                 if group in store._row_groups:
                     store.keep(group, score, cache)
         return store

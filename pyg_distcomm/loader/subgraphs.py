@@ -127,11 +127,9 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
 
     def _arrange(self, out: Any) -> Any:
         """Marks all nodes as seeds, so that no layer is trimmed."""
-        node = out.node
-        typed = isinstance(node, dict)
-        out.num_sampled_nodes = (
-            {k: [len(v)] for k, v in node.items()} if typed else [len(node)]
-        )
+        out.num_sampled_nodes = [len(out.node)]
+        if isinstance(out.node, dict):
+            out.num_sampled_nodes = {k: [len(v)] for k, v in out.node.items()}
         return out
 
     def postprocess(self, data: Any, padding: bool | None) -> Any:
@@ -313,10 +311,8 @@ def _of_share(edges: DistEdgeIndex, num_parts: int, method: Any, seed: int) -> T
             own = found.owner.long()
     every = collectives.all_gather_rows((own + first).int(), partition.sizes, world)
     cluster = torch.empty(partition.num_nodes, dtype=torch.int64)
-    begin = 0
-    for part, count in enumerate(partition.sizes):
-        cluster[partition.gids(part)] = every[begin : begin + count].long()
-        begin += count
+    gids = [partition.gids(part) for part in range(world.size)]
+    cluster[torch.cat(gids)] = every.long()
     return cluster
 
 
@@ -578,11 +574,9 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
         values: Tensor = getattr(self, name)
-        return (
-            values[ids]
-            if self.placement is None
-            else self.placement.take(name, values, ids)
-        )
+        if self.placement is None:
+            return values[ids]
+        return self.placement.take(name, values, ids)
 
     # The graph as the sampler holds it: edges by target, then by id -------------------
 
@@ -650,20 +644,16 @@ class GraphSAINTSampler(SubgraphLoading[Data]):
                     nodes += len(out.node)
                     bar.update(len(out.node))
                 subgraphs += self.num_steps
+        relation = self.node_sampler._topology.graph.relations[0]
+        ids = (
+            relation.row[1::2].long() if relation.stride == 2 else torch.arange(self.E)
+        )
         of_source = torch.empty(self.E)
-        of_source[self._edge_ids] = drawn[self.source]
+        of_source[ids] = drawn[self.source]
         edge_norm = (of_source / met).clamp_(0, 1e4)
         edge_norm[edge_norm.isnan()] = 0.1
         drawn[drawn == 0] = 0.1
         return subgraphs / drawn / self.N, edge_norm
-
-    @property
-    def _edge_ids(self) -> Tensor:
-        relation = self.node_sampler._topology.graph.relations[0]
-        if relation.stride == 1:
-            return torch.arange(self.E)
-        ids: Tensor = relation.row[1::2].long()
-        return ids
 
 
 class GraphSAINTNodeSampler(GraphSAINTSampler):
