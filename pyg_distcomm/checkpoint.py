@@ -511,37 +511,29 @@ def _named_links(link: Links) -> dict[str, LinkPolicy]:
     return found
 
 
-def _links_of(link: Links, states: Any) -> list[tuple[LinkPolicy, dict[str, Any]]]:
-    """Pairs links with their saved states.
+def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
+    """Loads each rank's own file, or rank 0's without its rows if a rank lacks a file.
 
     Raises:
-        ValueError: if the links differ from those that were saved.
+        ValueError: on all ranks, if the links differ from those that were saved.
     """
-    links = _named_links(link)
-    saved, given = (
-        _ALL if _ALL in names else f"links of {list(names)}"
-        for names in (states, links)
-    )
-    if set(states) != set(links):
-        raise ValueError(
-            f"saved with {saved}, and given {given}: give links as they were saved"
-        )
-    return [(each, states[name]) for name, each in links.items()]
-
-
-def _load_link(path: Path, mesh: Mesh, link: Links) -> None:
-    """Loads each rank's own file, or rank 0's without its rows if a rank lacks a file."""
     here = (path / _link_file(mesh.rank)).exists()
     whole = [0] not in collectives.all_gather_counts([int(here)], mesh.world)
     file = path / _link_file(mesh.rank if whole else 0)
     with on_all_ranks(mesh.world), naming(f"cannot load the link of checkpoint {path}"):
         check_files(path, file.name)
-        pairs = _links_of(link, read_whole(file))
-        pairs = [(o, s if whole else {**s, "mark": None}) for o, s in pairs]
-        for one, state in pairs:
-            one.check_state(state)
-    for one, state in pairs:
-        one.load_state_dict(state)
+        states, links = read_whole(file), _named_links(link)
+        if states.keys() != links.keys():
+            both = states, links
+            saved, given = (_ALL if _ALL in n else f"links of {[*n]}" for n in both)
+            raise ValueError(
+                f"saved with {saved}, and given {given}: give links as they were saved"
+            )
+        for name, one in links.items():
+            states[name] |= {} if whole else {"mark": None}
+            one.check_state(states[name])
+    for name, one in links.items():
+        one.load_state_dict(states[name])
 
 
 def _check_optimizer(

@@ -332,10 +332,8 @@ def partition_report(data: Data | HeteroData) -> PartitionReport:
     if not isinstance(edge_index, DistEdgeIndex):
         raise TypeError("partition_report takes what pdc.partition returned")
     topology, mesh = edge_index.topology, edge_index.nodes.mesh
-    figures, owners = (
-        partition_data_types.report_of_share(data),
-        topology.nodes.partition,
-    )
+    figures = partition_data_types.report_of_share(data)
+    owners = topology.nodes.partition
     figures = replace(figures, before=None if owners is None else owners.before)
     blocks = _block_figures(topology, mesh)
     return figures.on_grid(mesh.grid, *blocks) if blocks else figures

@@ -111,13 +111,14 @@ class ProductCache:
             before, product, version = kinds.get(key, (None, None, 0))
         written = product is not None and product._version != version
         all_or_none(before not in (None, now) or written, x.rows.mesh)
-        if before != now:
-            cache_now = _note_new_input(self, x, key, cache_now)
+        if before != now and isinstance(x.rows.mesh, Mesh):  # not that of a chunk
+            seen = inputs_of(x.rows.mesh)
+            seen.of.add(self)
+            cache_now = seen.note(x, key) or cache_now
         if before != now and not cache_now:
-            for old in [
-                k for k, (state, *_) in kinds.items() if _is_stale(k, state, x)
-            ]:
-                del kinds[old]
+            for old, (state, *_) in list(kinds.items()):
+                if _is_stale(old, state, x):
+                    del kinds[old]
             kinds[key] = now, None, 0
             return None
         if product is None or before != now or written:
@@ -189,15 +190,6 @@ def inputs_of(mesh: Mesh) -> Inputs:
     if mesh.inputs is None:
         mesh.inputs = Inputs()
     return mesh.inputs  # type: ignore[no-any-return]
-
-
-def _note_new_input(constants: ProductCache, x: Any, key: Any, cache_now: bool) -> bool:
-    mesh = x.rows.mesh
-    if not isinstance(mesh, Mesh):  # the mesh of a chunk
-        return cache_now
-    inputs = inputs_of(mesh)
-    inputs.of.add(constants)
-    return inputs.note(x, key) or cache_now
 
 
 def _describe_key(key: tuple[Any, Any]) -> str:

@@ -697,7 +697,10 @@ class LinkPolicy:
                     f"this link needs a finite loss: call link.step(loss), got {value}"
                 )
             self.trend.step(value)
-        self._warn_unused()
+        quiet = self.is_exact or self._warned or world_size() == 1
+        if not quiet and (told := state.why_unused(self.epoch)):
+            self._warned = True
+            warnings.warn(f"{self!r} is configured but not used: {told}", stacklevel=2)
         state.end_epoch(self.exact_last)
         self.epoch += 1
         skip = self.timing.skip
@@ -706,14 +709,6 @@ class LinkPolicy:
         for epoch in [e for e in self._codecs_by_epoch if e < self.epoch - reach]:
             del self._codecs_by_epoch[epoch]
         self._begin_epoch()
-
-    def _warn_unused(self) -> None:
-        """Warns once if no exchange of this or a later epoch is coded or late."""
-        if self.is_exact or self._warned or world_size() == 1:
-            return
-        if told := self.state.why_unused(self.epoch):
-            self._warned = True
-            warnings.warn(f"{self!r} is configured but not used: {told}", stacklevel=3)
 
     def price(self, epoch: int | None = None) -> LinkPrice:
         """Returns the price of a training epoch on this rank, from the exchanges so far.

@@ -561,17 +561,14 @@ def _grids(size: int, algorithm: str | None, grid: Grid | None) -> Iterable[Grid
     ]
     if algorithm is None:
         return every
-    found = [one for one in every if _has_name(one, algorithm)]
+    if algorithm == "1.5d":
+        # every (P/c, c, 1) is one for c of its own, those of other names too
+        found = [one for one in every if one[2] == 1 and one[1] > 1]
+    else:
+        found = [one for one in every if name_of(one) == algorithm]
     if not found:
         resolve_grid(size, algorithm)  # raises, naming the sizes that work
     return found
-
-
-def _has_name(grid: Grid, algorithm: str) -> bool:
-    # every (P/c, c, 1) is a 1.5D grid for c of its own, those of other names too
-    if algorithm == "1.5d":
-        return grid[2] == 1 and grid[1] > 1
-    return name_of(grid) == algorithm
 
 
 def _refusal(need: int, limit: float | None) -> str | None:
