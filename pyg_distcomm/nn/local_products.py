@@ -556,13 +556,9 @@ def _matrix(
     """Returns the edges of the layer in CSR form, and their values; cached if possible."""
     if not conv.normalize:
         edges = adjacency.grouped(edge_index, n, n)
-        if edges is None or weight is None:
-            return None if edges is None else (edges, None)
-        return (
-            (edges, edges.in_order(weight))
-            if len(weight) == edge_index.size(1)
-            else None
-        )
+        if edges is None or (weight is not None and len(weight) != edge_index.size(1)):
+            return None
+        return edges, None if weight is None else edges.in_order(weight)
     key = "gcn", conv.improved, conv.add_self_loops, n, dtype
     keeps = weight is None or not (weight.requires_grad or weight.is_inference())
     stamp = None
@@ -639,10 +635,8 @@ def _reads_attributes(conv: Any, kind: type, attr: Any) -> bool:
 
 def _kind(conv: Any) -> type | None:
     """Returns the class of PyG whose `forward` a layer has, if it is one of those above."""
-    for kind in _SCORES:
-        if type(conv).forward is vars(kind)["forward"]:
-            return kind
-    return None
+    run = type(conv).forward
+    return next((kind for kind in _SCORES if run is vars(kind)["forward"]), None)
 
 
 def _linears(conv: Any, kind: type) -> tuple[list[Any], list[Any]]:

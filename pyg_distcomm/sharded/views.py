@@ -164,11 +164,8 @@ def _one_row(x: DistTensor, d: int, i: int) -> Tensor:
     place = x.rows.place
     at = int(torch.searchsorted(place, i))
     mine = at < len(place) and int(place[at]) == i
-    row = (
-        x.local.select(d, at).clone()
-        if mine
-        else x.local.new_zeros([s for k, s in enumerate(x.local.shape) if k != d])
-    )
+    shape = [s for k, s in enumerate(x.local.shape) if k != d]
+    row = x.local.select(d, at).clone() if mine else x.local.new_zeros(shape)
     if x.rows.mesh.world.size == 1:
         return row
     sent = row.to(torch.uint8) if row.dtype == torch.bool else row
