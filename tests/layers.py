@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 import torch_geometric.nn as pyg
 from problems import GRAPHS
 from torch.nn import BatchNorm1d, Linear, Module, ReLU, Sequential
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import MessagePassing
 
 F = 7  # features of the problems' graphs
@@ -18,6 +21,27 @@ def mlp(a, b):
 
 def plain(a, b):
     return Sequential(Linear(a, b), ReLU(), Linear(b, b))
+
+
+def chained(*parts):
+    """A stack of layers, each by its place: a module, or a number of one before."""
+    calls = []
+    for part in parts:
+        one = calls[part][0] if isinstance(part, int) else part
+        edges = "edge_index" in inspect.signature(one.forward).parameters
+        calls.append((one, "x, edge_index -> x" if edges else "x -> x"))
+    return pyg.Sequential("x, edge_index", calls)
+
+
+class Checkpointed(Module):
+    """Computes a model again in the backward pass, in one of torch's two ways."""
+
+    def __init__(self, model, reentrant=False):
+        super().__init__()
+        self.model, self.reentrant = model, reentrant
+
+    def forward(self, *args):
+        return checkpoint(self.model, *args, use_reentrant=self.reentrant)
 
 
 class EdgeNorm(MessagePassing):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from layers import EDGE_ATTRS, EXACT, NODE_ATTRS, OUT, W, X, problem
+from layers import EDGE_ATTRS, EXACT, NODE_ATTRS, OUT, W, X, chained, problem
 from layers import F as WIDTH
 from problems import owners
 
@@ -160,16 +160,12 @@ def test_bytes_halve(size, grid):
     assert bytes_of(mesh) == single // 2
 
 
-class Net(torch.nn.Module):
-    def __init__(self, kinds):
-        super().__init__()
-        gcn, sage, gat = kinds
-        self.conv1, self.norm = gcn(WIDTH, 12), torch.nn.BatchNorm1d(12)
-        self.conv2, self.conv3 = sage(12, 8), gat(8, 4)
-
-    def forward(self, x, edge_index):
-        x = self.norm(self.conv1(x, edge_index)).relu()
-        return self.conv3(self.conv2(x, edge_index).relu(), edge_index)
+def net():
+    """A network of seeded weights."""
+    torch.manual_seed(1)
+    first, second = pyg.GCNConv(WIDTH, 12), pyg.SAGEConv(12, 8)
+    norm, relu = torch.nn.BatchNorm1d(12), torch.nn.ReLU()
+    return chained(first, norm, relu, second, relu, pyg.GATConv(8, 4))
 
 
 def train(model, data, dtype, link=None):
@@ -195,14 +191,10 @@ def train(model, data, dtype, link=None):
 
 def trains(dtype, link):
     data = singles(problem("undirected")).to(second_device.device_of(places.NOW))
-    torch.manual_seed(1)
-    plain = Net((pyg.GCNConv, pyg.SAGEConv, pyg.GATConv))
-    want, _ = train(plain, data, dtype)
+    want, _ = train(net(), data, dtype)
     mesh, data = worlds.mesh(), singles(problem("undirected"))
     share = pdc.partition(data, mesh, owners("random", data, mesh.size), link=link)
-    torch.manual_seed(1)
-    model = pdc.convert(Net((pyg.GCNConv, pyg.SAGEConv, pyg.GATConv)))
-    found, scale = train(model, share, dtype, link)
+    found, scale = train(pdc.convert(net()), share, dtype, link)
     assert scale < SCALE or dtype == BF16  # steps with an overflow were left out
     tolerance = 0.02 if link is None else 0.3
     torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
+from layers import Checkpointed
 from links import Net
 from problems import GRAPHS
-from torch.utils.checkpoint import checkpoint
 from torch_geometric.typing import OptPairTensor
 
 import pyg_distcomm as pdc
@@ -291,22 +291,13 @@ def test_an_unknown_order_is_refused():
         share.edge_index.with_ordering("best")
 
 
-class Recomputed(torch.nn.Module):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, edge_index):
-        return checkpoint(self.net, x, edge_index, use_reentrant=False)
-
-
 @pytest.mark.parametrize("layer", [DistGCNConv, DistSAGEConv])
 @worlds.on(2)
 def test_checkpointing_repeats_the_order(layer):
     """An epoch that computes a layer again multiplies in the order of the first time."""
     share = pdc.partition(graph(9), worlds.mesh(), "random")
     net = Net(layer, (9, 2)).double()
-    again = Recomputed(net)
+    again = Checkpointed(net)
     want, _ = step(net, share, share.edge_index.with_ordering(keep_inputs=False))
     for _ in range(4):
         got, _ = step(again, share, share.edge_index)
