@@ -10,7 +10,7 @@ import tiers
 import torch
 import torch_geometric.nn as pyg
 import worlds
-from layers import DEG, EdgeNorm, F, W, X, make, problem
+from layers import DEG, EdgeNorm, F, W, X, chained, make, problem
 from test_layers import _in_doubles, parity, step
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
 from torch_geometric.data import HeteroData
@@ -29,38 +29,19 @@ PNA_ARGS = {
 }
 
 
-class Shared(torch.nn.Module):
-    """One layer, used twice, under two names."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = pyg.GATConv(F, F)
-        self.second = self.first
-        self.norm = pyg.BatchNorm(F)
-
-    def forward(self, x, edge_index):
-        return self.second(self.norm(self.first(x, edge_index)), edge_index)
-
-
-class Residual(torch.nn.Module):
+def _residual(block):
     """DeepGCN layers, with norms and activations between convolutions."""
+    parts = []
+    for _ in range(2):
+        conv, norm = pyg.GENConv(F, F, num_layers=2), pyg.LayerNorm(F, mode="node")
+        layer = pyg.DeepGCNLayer(conv, norm, ReLU(), block)
+        parts.append((layer, "x, edge_index -> x"))
+    return pyg.Sequential("x, edge_index", parts)
 
-    def __init__(self, block):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            pyg.DeepGCNLayer(
-                pyg.GENConv(F, F, num_layers=2),
-                pyg.LayerNorm(F, mode="node"),
-                ReLU(),
-                block,
-            )
-            for _ in range(2)
-        )
 
-    def forward(self, x, edge_index):
-        for layer in self.layers:
-            x = layer(x, edge_index)
-        return x
+def _shared():
+    """One layer, used twice, under two names."""
+    return chained(pyg.GATConv(F, F), pyg.BatchNorm(F), 0)
 
 
 def _sequential():
@@ -94,9 +75,9 @@ MODELS = {
     "PNA": (lambda: PNA(F, 8, 2, 4, **PNA_ARGS), X),
     "EdgeCNN": (lambda: EdgeCNN(F, 8, 2, 4, norm="batch"), X),
     "Sequential": (_sequential, W),
-    "DeepGCN res+": (lambda: Residual("res+"), X),
-    "DeepGCN dense": (lambda: Residual("res"), X),
-    "shared": (Shared, X),
+    "DeepGCN res+": (lambda: _residual("res+"), X),
+    "DeepGCN dense": (lambda: _residual("res"), X),
+    "shared": (_shared, X),
     "GCNConv": (lambda: pyg.GCNConv(F, 4), W),
     "SAGEConv": (lambda: pyg.SAGEConv(F, 4), X),
     "GATConv": (lambda: pyg.GATConv(F, 4), X),
@@ -192,11 +173,11 @@ def test_what_becomes_what():
 
 
 def test_a_shared_layer_stays_one():
-    model = pdc.convert(Shared())
-    assert model.first is model.second
+    model = pdc.convert(_shared())
+    assert model[0] is model[2]
     twin = copy.deepcopy(model)
-    assert twin.first is twin.second is not model.first
-    assert twin.first.lin.weight is not model.first.lin.weight
+    assert twin[0] is twin[2] is not model[0]
+    assert twin[0].lin.weight is not model[0].lin.weight
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from layers import (
     T,
     W,
     X,
+    chained,
     make,
     plain,
     problem,
@@ -385,14 +386,9 @@ NORMS = {
 }
 
 
-class _Normed(torch.nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.first, self.norm = pyg.SAGEConv(4, 4), norm
-        self.last = pyg.SAGEConv(4, 4)
-
-    def forward(self, x, edge_index):
-        return self.last(self.norm(self.first(x, edge_index)).relu(), edge_index)
+def _normed(norm):
+    first, last = pyg.SAGEConv(4, 4), pyg.SAGEConv(4, 4)
+    return chained(first, norm, torch.nn.ReLU(), last)
 
 
 @tiers.parametrize(
@@ -415,4 +411,4 @@ def test_norms_of_a_node_type_with_few_rows(size, nodes):
     share = pdc.partition(data, mesh, owners)
     one, many = ((d.x_dict, d.edge_index_dict) for d in (data, share))
     for norm in NORMS.values():
-        _compare(lambda k=norm: pyg.to_hetero(_Normed(k()), data.metadata()), one, many)
+        _compare(lambda k=norm: pyg.to_hetero(_normed(k()), data.metadata()), one, many)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
+from layers import chained
 from links import Net
 from problems import GRAPHS, grids, owners, some_grids
 from torch_geometric.data import Data
@@ -28,6 +29,8 @@ from pyg_distcomm.ops.grid_plan import HALOS
 from pyg_distcomm.partition.cutters import cut
 from pyg_distcomm.plan.planner import PowerLaw
 from pyg_distcomm.plan.training import training_of
+
+auto = importlib.import_module("pyg_distcomm.plan.init")
 
 WIDTHS = (7, 5, 9, 4)
 LAYERS = {"gcn": DistGCNConv, "sage": DistSAGEConv}
@@ -96,23 +99,6 @@ def test_bytes_are_those_of_the_ledger():
 def test_bytes_of_every_graph(size, graph, cutter, layer):
     for grid in grids(size):
         same_as_ledger(size, grid, graph, cutter, layer, SWITCHES)
-
-
-def chained(*parts):
-    """A stack of layers, each by its place: a module, or a number of one before."""
-    made = []
-    for part in parts:
-        made.append(made[part] if isinstance(part, int) else part)
-    calls = [
-        (
-            one,
-            "x, edge_index -> x"
-            if isinstance(one, (pyg.MessagePassing, pyg.DirGNNConv))
-            else "x -> x",
-        )
-        for one in made
-    ]
-    return pyg.Sequential("x, edge_index", calls)
 
 
 def uncommon_models():
@@ -350,7 +336,6 @@ def test_auto_refuses_on_all_ranks():
 @worlds.on(2)
 def test_auto_refuses_before_anything_is_timed():
     data, how = GRAPHS["undirected"](), {"widths": [7, np.int64(4), 3]}
-    auto = importlib.import_module("pyg_distcomm.plan.init")
     codecs = ["bf16"][: worlds.mesh().rank]
     told = r"codecs: it is \[\] on rank 0, and \['bf16'\] on rank 1"
     with mock.patch.object(auto, "fastest") as timed:
@@ -367,44 +352,33 @@ def test_auto_refuses_before_anything_is_timed():
     assert not timed.called
 
 
-class Behind(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encode, self.conv = torch.nn.Linear(7, 4), DistGCNConv(4, 3)
-
-    def forward(self, x, edge_index):
-        return self.conv(self.encode(x), edge_index)
-
-
 def test_the_best_few_are_timed():
     data = GRAPHS["undirected"]()
-    module = importlib.import_module("pyg_distcomm.plan.init")
 
     def shortlist(widths, **how):
         plans = pdc.plan(data, widths, 4, partition="block", **how)
         layers = how.get("layers", "gcn")
         training = training_of(widths, layers, dtype=torch.float64)
-        return plans, module.shortlist(plans, training, how.get("memory"))
+        return plans, auto.shortlist(plans, training, how.get("memory"))
 
     plans, found = shortlist([7, 4, 3])
     assert found[0] is plans.best
-    assert 1 < len(found) <= module.MOST
+    assert 1 < len(found) <= auto.MOST
     assert found == sorted(found, key=lambda one: one.bytes)
     plans, found = shortlist([7, 4, 3], memory=plans.best.memory * 1.5)
     assert found == [plans.best]
     for training in (
         training_of([7, 4, 3], dtype=torch.float16),
-        training_of(model=Behind()),
+        training_of(model=chained(torch.nn.Linear(7, 4), DistGCNConv(4, 3))),
         replace(training_of([7, 4, 3]), layers=training_of([7, 5, 4, 3]).layers[::2]),
     ):
-        assert module.shortlist(plans, training) == [plans.best]
+        assert auto.shortlist(plans, training) == [plans.best]
 
 
 @tiers.parametrize("fastest", [(2, 1, 1), (1, 1, 2)], [(1, 1, 2)])
 @worlds.on(2)
 def test_auto_takes_what_is_timed_fastest(fastest):
     data, first = GRAPHS["undirected"](), worlds.mesh().rank == 0
-    auto = importlib.import_module("pyg_distcomm.plan.init")
 
     def once(work, there):
         work()
