@@ -43,15 +43,18 @@ def _setup(cut, embedding):
     return mesh, share, model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def _steps(model, opt, share, n):
-    losses = []
-    for _ in range(n):
+def _steps(net, opt, share, steps, scheduler=None):
+    def closure():
         opt.zero_grad()
-        out = model(share.x, share.edge_index)
-        loss = F.cross_entropy(out[share.train_mask], share.y[share.train_mask])
+        loss = F.cross_entropy(net(share.x, share.edge_index), share.y)
         loss.backward()
-        opt.step()
-        losses.append(float(loss))
+        return loss
+
+    losses = []
+    for _ in range(steps):
+        losses.append(float(opt.step(closure).detach()))
+        if scheduler is not None:
+            scheduler.step()
     return losses
 
 
@@ -195,21 +198,6 @@ SCHEDULERS = {
 }
 
 
-def _closures(net, opt, share, steps, scheduler=None):
-    def closure():
-        opt.zero_grad()
-        loss = F.cross_entropy(net(share.x, share.edge_index), share.y)
-        loss.backward()
-        return loss
-
-    losses = []
-    for _ in range(steps):
-        losses.append(float(opt.step(closure).detach()))
-        if scheduler is not None:
-            scheduler.step()
-    return losses
-
-
 def _with_optimizers(folder, first):
     """Saves runs at their start and after two steps, or goes on with them."""
     mesh, ends = worlds.mesh(), {}
@@ -220,17 +208,17 @@ def _with_optimizers(folder, first):
         opt = make(net.parameters())
         if first:
             pdc.save_checkpoint(f"{folder}/{name} 0", mesh, net, opt)
-            before = _closures(net, opt, share, 2)
+            before = _steps(net, opt, share, 2)
             pdc.save_checkpoint(f"{folder}/{name} 2", mesh, net, opt)
-            ends[name] = before + _closures(net, opt, share, 2)
+            ends[name] = before + _steps(net, opt, share, 2)
             continue
-        _closures(net, opt, share, 1)
+        _steps(net, opt, share, 1)
         pdc.load_checkpoint(f"{folder}/{name} 0", mesh, net, opt)
-        ends[name] = _closures(net, opt, share, 2)
+        ends[name] = _steps(net, opt, share, 2)
         net = _Two().to(share.x.device)
         opt = make(net.parameters())
         pdc.load_checkpoint(f"{folder}/{name} 2", mesh, net, opt)
-        ends[name] += _closures(net, opt, share, 2)
+        ends[name] += _steps(net, opt, share, 2)
     return ends
 
 
@@ -254,12 +242,12 @@ def test_what_is_saved_beside_a_model_comes_back_as_it_was(tmp_path):
             torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5) for _ in "ab"
         )
         scheduler = make(opt)
-        _closures(net, other, share, 1)
-        _closures(net, opt, share, 2, scheduler)
+        _steps(net, other, share, 1)
+        _steps(net, opt, share, 2, scheduler)
         more = {"scheduler": scheduler.state_dict(), "other": other.state_dict()}
         more |= {**extra, "lr": np.float64(0.25)}
         pdc.save_checkpoint(tmp_path / name, mesh, net, opt, **more)
-        want = _closures(net, opt, share, 3, scheduler)
+        want = _steps(net, opt, share, 3, scheduler)
         scheduler = make(opt)
         found = pdc.load_checkpoint(
             tmp_path / name, mesh, net, opt, **dict.fromkeys(more)
@@ -273,7 +261,7 @@ def test_what_is_saved_beside_a_model_comes_back_as_it_was(tmp_path):
         for p in net.parameters():
             both = (o.state[p]["momentum_buffer"] for o in (second, other))
             assert torch.equal(*both)
-        assert _closures(net, opt, share, 3, scheduler) == want, name
+        assert _steps(net, opt, share, 3, scheduler) == want, name
 
 
 @pytest.mark.parametrize("size", [1, 2])
