@@ -54,26 +54,26 @@ def train(share, net, optimizer, link, epochs):
     return losses
 
 
-def begin(mesh, cutter):
+def begin(mesh, name, epochs=0, cutter="random"):
+    """A share, a network, an optimizer and a link, after some epochs."""
     torch.manual_seed(4)
     share = pdc.partition(GRAPHS["undirected"](), mesh, cutter)
     net = pdc.replicate(Net().double(), mesh)
-    return share, net, torch.optim.Adam(net.parameters(), lr=0.02)
+    run = share, net, torch.optim.Adam(net.parameters(), lr=0.02), make(name)
+    train(*run, epochs)
+    return run
 
 
 def resumed(name, grid, folder):
     mesh = worlds.mesh(grid=grid)
-    share, net, optimizer = begin(mesh, "random")
-    link = make(name)
-    train(share, net, optimizer, link, 4)
-    pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
-    want = train(share, net, optimizer, link, 3)
-    share, net, optimizer = begin(mesh, "random")
-    link = make(name)
-    pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
+    run = _, *model, link = begin(mesh, name, 4)
+    pdc.save_checkpoint(folder, mesh, *model, link=link)
+    want = train(*run, 3)
+    run = _, *model, link = begin(mesh, name)
+    pdc.load_checkpoint(folder, mesh, *model, link=link)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert train(share, net, optimizer, link, 3) == want
+        assert train(*run, 3) == want
     assert link.epoch == 7
 
 
@@ -86,23 +86,20 @@ def test_the_next_epoch_is_the_same(name, tmp_path):
 
 def dropped(folder):
     mesh = worlds.mesh()
-    share, net, optimizer = begin(mesh, "block")
+    run = _, *model, link = begin(mesh, "varco late", cutter="block")
     with pytest.raises(ValueError, match="this one has schedule"):
-        pdc.load_checkpoint(folder, mesh, net, optimizer, link=pdc.Sylvie())
-    link = make("varco late")
-    pdc.load_checkpoint(folder, mesh, net, optimizer, link=link)
+        pdc.load_checkpoint(folder, mesh, *model, link=pdc.Sylvie())
+    pdc.load_checkpoint(folder, mesh, *model, link=link)
     with pytest.warns(UserWarning, match="dropped: the next epoch is synchronous"):
-        train(share, net, optimizer, link, 1)
+        train(*run, 1)
     assert link.epoch == 5
-    train(share, net, optimizer, link, 2)
+    train(*run, 2)
 
 
 def saves(folder):
     mesh = worlds.mesh()
-    share, net, optimizer = begin(mesh, "random")
-    link = make("varco late")
-    train(share, net, optimizer, link, 4)
-    pdc.save_checkpoint(folder, mesh, net, optimizer, link=link)
+    _, *model, link = begin(mesh, "varco late", 4)
+    pdc.save_checkpoint(folder, mesh, *model, link=link)
 
 
 @tiers.parametrize("size", [2, 3, 4], [2, 3])  # 3: on as many ranks as before
@@ -115,9 +112,7 @@ def test_rows_of_another_partition_are_dropped(size, tmp_path):
 def test_what_was_restored_is_saved_again_given_up_or_dropped_on_all_ranks():
     """What was restored, before anything has used it, is saved again, used, and given up."""
     mesh = worlds.mesh()
-    share, net, optimizer = begin(mesh, "random")
-    link = make("late by 2 and 1")
-    train(share, net, optimizer, link, 3)
+    share, net, optimizer, link = begin(mesh, "late by 2 and 1", 3)
     states = net.state_dict(), optimizer.state_dict(), link.state_dict()
     weights, moments, state = copy.deepcopy(states)
     want = train(share, net, optimizer, link, 2)
@@ -146,8 +141,7 @@ def test_what_was_restored_is_saved_again_given_up_or_dropped_on_all_ranks():
 
 @worlds.on(2)
 def test_one_that_is_saved_before_its_step_warns():
-    share, net, _ = begin(worlds.mesh(), "random")
-    link = make("sylvie")
+    share, net, _, link = begin(worlds.mesh(), "sylvie")
     x = share.x.clone().requires_grad_()
     for _ in range(2):
         net(x, share.edge_index.with_link(link)).sum().backward()
@@ -163,13 +157,10 @@ def test_one_that_is_saved_before_its_step_warns():
 def test_saved_rows_are_not_lost_to_a_copy(tmp_path):
     """A copy that is evaluated first takes no place of the layers whose rows were saved."""
     mesh = worlds.mesh()
-    share, net, optimizer = begin(mesh, "random")
-    link = make("late by 2 and 1")
-    train(share, net, optimizer, link, 3)
-    pdc.save_checkpoint(tmp_path, mesh, net, optimizer, link=link)
-    want = train(share, net, optimizer, link, 2)
-    share, net, optimizer = begin(mesh, "random")
-    link = make("late by 2 and 1")
+    run = _, *model, link = begin(mesh, "late by 2 and 1", 3)
+    pdc.save_checkpoint(tmp_path, mesh, *model, link=link)
+    want = train(*run, 2)
+    share, net, optimizer, link = begin(mesh, "late by 2 and 1")
     pdc.load_checkpoint(tmp_path, mesh, net, optimizer, link=link)
     with torch.no_grad():
         copy.deepcopy(net.module).eval()(share.x, share.edge_index.with_link(link))
