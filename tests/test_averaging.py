@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
 from alike import share_of
+from pipelines import loss_of
 from problems import GRAPHS
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -56,10 +57,6 @@ class Net(torch.nn.Module):
 def net_of(lib, make=Net, seed=5):
     torch.manual_seed(seed)
     return make(lib).double()
-
-
-def loss_of(out, data):
-    return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
 
 
 def step(model, data, out=None):

@@ -262,23 +262,15 @@ def test_what_it_is_made_from_is_checked():
     assert float(total) == pytest.approx(3 * 7)  # 3 ids on each rank, averaged
 
 
-class Scores(torch.nn.Module):
-    def __init__(self, embedding):
-        super().__init__()
-        self.emb, self.lin = embedding, torch.nn.Linear(DIM, 1)
-
-    def forward(self, ids):
-        return self.lin(self.emb(ids))
-
-
 @pytest.mark.parametrize("ids", [torch.tensor([1, 2]), None])
 @pytest.mark.place("cpu")
 @worlds.on(2)
 def test_ddp_that_would_send_the_rows_is_refused(ids):
     mesh = worlds.mesh()
     emb = pdc.DistEmbedding(4 * mesh.size, DIM, like=mesh)
-    assert pdc.replicate(Scores(emb), mesh)(ids).shape[1] == 1
-    model = torch.nn.parallel.DistributedDataParallel(Scores(emb))
+    one, two = (torch.nn.Sequential(emb, torch.nn.Linear(DIM, 1)) for _ in "ab")
+    assert pdc.replicate(one, mesh)(ids).shape[1] == 1
+    model = torch.nn.parallel.DistributedDataParallel(two)
     with pytest.raises(RuntimeError, match="wrap the model by pdc"):
         model(ids)
 
