@@ -26,7 +26,7 @@ from batches import (
     same,
     share_of,
 )
-from test_saving import full_after
+from test_saving import Evil, full_after
 from torch.utils.data import DistributedSampler, RandomSampler
 from torch_geometric.data import Data
 from tqdm.auto import tqdm
@@ -373,22 +373,17 @@ class Roads(Data):
     """A graph of a script's own."""
 
 
-class Strange:
-    def __reduce__(self):
-        return os.mkdir, (os.environ["STRANGE_PLACE"],)
-
-
 @worlds.on(2)
 def test_a_shared_graph_is_read_as_data(tmp_path):
     worlds.mesh()
-    os.environ["STRANGE_PLACE"] = str(tmp_path / "ran")
+    os.environ["EVIL_PLACE"] = str(tmp_path / "ran")
     data = graph()
     roads = Roads(**data.to_dict(), told={"a": [1, 2.5, None, True, "b"]})
     got = shared(roads)
     assert type(got) is Roads
     assert got.told == roads.told
     same(got, roads)
-    data.more = Strange()
+    data.more = Evil()
     said = r"the graph holds .*mkdir; shared\(\) passes"
     with pytest.raises(RuntimeError, match=said):
         shared(data)

@@ -232,9 +232,9 @@ def test_a_checkpoint_holds_files_only_and_lists_them(tmp_path):
             load(path)
 
 
-def flips(path, files):
+def flips(path, files, seed=0):
     """Flips a bit in each of some files of a folder, at many places; yields its name."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     for name in files:
         good = (path / name).read_bytes()
         for place in draw.sample(range(len(good)), 12):
