@@ -20,7 +20,7 @@ import time
 import torch
 import torch.nn.functional as F
 from torch_geometric.data import Data
-from torch_geometric.nn import GCNConv, SAGEConv
+from torch_geometric.nn import GCNConv, SAGEConv, Sequential
 
 import pyg_distcomm as pdc
 from pyg_distcomm import nn
@@ -86,19 +86,14 @@ def train(mesh, model, data, epochs=4, step=None, each=None):
     return [*model.parameters(), loss]
 
 
-class Net(torch.nn.Module):
-    def __init__(self, layers, width):
-        super().__init__()
-        torch.manual_seed(1)
-        self.one, self.two = layers(8, width), layers(width, 3)
-
-    def forward(self, x, edge_index):
-        x = F.dropout(self.one(x, edge_index).relu(), 0.3, self.training)
-        return self.two(x, edge_index)
-
-
-def net(layers=nn.GCNConv, width=16):
-    return Net(layers, width).double()
+def net(layers=nn.GCNConv, width=16, normed=False):
+    """Two layers, and between them batch norm or dropout."""
+    torch.manual_seed(1)
+    one, two, edges = layers(8, width), layers(width, 3), "x, edge_index -> x"
+    between = [torch.nn.ReLU(), torch.nn.Dropout(0.3)]
+    if normed:
+        between = [torch.nn.BatchNorm1d(width), torch.nn.ReLU()]
+    return Sequential("x, edge_index", [(one, edges), *between, (two, edges)]).double()
 
 
 def full_graph(algorithm="1d", layer=nn.GCNConv, link=None, **shape):
@@ -121,21 +116,10 @@ for ranks, called, given in (
     workload(ranks, name=called)(functools.partial(full_graph, **given))
 
 
-class NormedNet(Net):
-    """The same with batch norm, and without dropout."""
-
-    def __init__(self):
-        super().__init__(nn.SAGEConv, 16)
-        self.norm = torch.nn.BatchNorm1d(16)
-
-    def forward(self, x, edge_index):
-        return self.two(self.norm(self.one(x, edge_index)).relu(), edge_index)
-
-
 @workload()
 def batch_norm_and_metrics():
     mesh, data = shared_out()
-    model, found = NormedNet().double(), []
+    model, found = net(nn.SAGEConv, normed=True), []
 
     def each(epoch, optimizer):
         model.eval()

@@ -6,10 +6,11 @@ all end with an error; without it, all ranks end well, with the same result.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 import torch.distributed as dist
@@ -282,24 +283,17 @@ def two_meshes_in_a_layer():
     torch.testing.assert_close(found, model(one.x, one.edge_index).full_tensor())
 
 
+def in_threads(count, call):
+    """Calls in threads beside the main one, and raises the error that comes first."""
+    with ThreadPoolExecutor(count) as pool:
+        for done in as_completed([pool.submit(call) for _ in range(count)]):
+            done.result()
+
+
 @case(says="thread")
 def training_from_two_threads():
     mesh, data = shared_out()
-    errors = []
-
-    def work():
-        try:
-            train(mesh, net(), data)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(2, lambda: train(mesh, net(), data))
 
 
 # Loaders ------------------------------------------------------------------------------
@@ -438,18 +432,8 @@ def one_rank_comes_late():
 
 @case(says="main thread", codes=(1, 1))
 def on_preempt_in_a_thread():
-    mesh, errors = started(), []
-
-    def work():
-        try:
-            pdc.on_preempt(print, mesh)
-        except ValueError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    raise errors[0]
+    mesh = started()
+    in_threads(1, lambda: pdc.on_preempt(print, mesh))
 
 
 @case()
@@ -462,7 +446,7 @@ def a_script_ends_the_process_group_itself():
     return found
 
 
-def differing_links(own):
+def links_differ(own):
     mesh, data = shared_out()
     link = pdc.Sylvie() if me() else None
     if own:
@@ -471,14 +455,9 @@ def differing_links(own):
     train(mesh, net(), data)
 
 
-@case(says="same link.*on rank 0, and.*on rank 1")
-def links_of_edges_differ():
-    differing_links(own=False)
-
-
-@case(says="same link.*on rank 0, and.*on rank 1")
-def links_of_layers_differ():
-    differing_links(own=True)
+for owner in ("edges", "layers"):
+    here = case("same link.*on rank 0, and.*on rank 1", name=f"links_of_{owner}_differ")
+    here(functools.partial(links_differ, own=owner == "layers"))
 
 
 @case(says="holds nan")
