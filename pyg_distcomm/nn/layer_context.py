@@ -346,8 +346,7 @@ def _turned(flip: DistTensor) -> DistTensor:
 def linked_edges(values: Any, link: OwnLink) -> list[DistTensor]:
     """Returns edges that are flipped or derived, where a layer, or their graph, has a link.
 
-    A layer gets values of its edges beside them, which lie with those that it gets, so these
-    edges, planned, only say where its rows are. Collective once for constant edges.
+    Planned, they only say where rows are: the layer runs on what it was given. Collective once.
     """
     found = []
     for v in values:
