@@ -70,7 +70,8 @@ LISTED = {
             _index_put_impl_ _linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex
             _scaled_dot_product_flash_attention_for_cpu
             _linalg_svd _local_scalar_dense _log_softmax _log_softmax_backward_data
-            _native_batch_norm_legit _native_batch_norm_legit_functional _prelu_kernel
+            _native_batch_norm_legit _native_batch_norm_legit_functional
+            _native_multi_head_attention _prelu_kernel _transformer_encoder_layer_fwd
             _safe_softmax _softmax _softmax_backward_data _sparse_addmm
             _sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward _to_copy _trilinear
             _unsafe_view
