@@ -196,7 +196,8 @@ def _described(value: Any, known: Constants) -> Any:
             key = key_of(value)
             if key is None:
                 raise _NotConstant
-            return key
+            edges: Any = value._topology or value._flipped
+            return key if edges is None else (key, id(edges.link))  # a flip's, too
         if type(value) is not Tensor or not is_structure(value):
             raise _NotConstant
         return known.number_of_plain(value)
@@ -277,10 +278,8 @@ def _check_written(func: Any, args: Any, known: Constants, mesh: Any) -> None:
 
 def _are_same(func: Any, args: Any, mesh: Mesh) -> bool:
     """Tells whether plain tables, of which an op may read a part, are the same on all ranks."""
-    args = (
-        args[1:] if func is aten.where.self else args[:1]
-    )  # ids and masks are read whole
-    tables = [t for t in args if type(t) is Tensor and t.dim() and is_structure(t)]
+    read = args[1:] if func is aten.where.self else args[:1]  # others are read whole
+    tables = [t for t in read if type(t) is Tensor and t.dim() and is_structure(t)]
     return all([is_same(t, mesh) for t in tables])  # each is compared
 
 
