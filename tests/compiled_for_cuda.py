@@ -107,9 +107,8 @@ def samples(sample):
         urns = (torch.arange(9), *torch.arange(6).view(3, 2))
         sample.draw_urns(*urns, draws)
     sample.row_sums(torch.arange(9), torch.zeros(9, dtype=torch.float64))
-    for dtype, f in itertools.product(
-        (torch.float64, torch.float32, torch.int8), (3, 8)
-    ):
+    dtypes = torch.float64, torch.float32, torch.int8
+    for dtype, f in itertools.product(dtypes, (3, 8)):
         rows = torch.zeros(9, f, dtype=dtype)
         for kept in (None, (rows[:2], torch.zeros(9, dtype=torch.int32))):
             sample.read_rows(rows, torch.arange(4), kept)

@@ -30,9 +30,8 @@ def missing():
     trial += " && mount -t proc none /proc"
     words = ["unshare", *APART, "sh", "-c", trial]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-    return (
-        f"namespaces cannot be made: {done.stderr.strip()}" if done.returncode else None
-    )
+    told = f"namespaces cannot be made: {done.stderr.strip()}"
+    return told if done.returncode else None
 
 
 class Host:

@@ -50,9 +50,8 @@ def _load(name):
     from torch.utils import cpp_extension
 
     source = Path(__file__).with_name(f"{name}.cpp")
-    folder = (
-        Path(cpp_extension.get_default_build_root()) / f"{name}_{torch.__version__}"
-    )
+    root = Path(cpp_extension.get_default_build_root())
+    folder = root / f"{name}_{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "turn", "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)  # freed by the system when its process ends

@@ -238,9 +238,7 @@ def test_what_is_saved_beside_a_model_comes_back_as_it_was(tmp_path):
     extra |= {"scores": {0: 0.5, "0": [1, (2, None)], 3: {}}, "history": [1.0, 2.0]}
     for name, make in SCHEDULERS.items():
         net = _Two().to(share.x.device)
-        opt, other = (
-            torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5) for _ in "ab"
-        )
+        opt, other = (torch.optim.SGD(net.parameters(), 0.1, 0.5) for _ in "ab")
         scheduler = make(opt)
         _steps(net, other, share, 1)
         _steps(net, opt, share, 2, scheduler)

@@ -177,9 +177,8 @@ def equal(kind, option, method, nn, grid=None, place="cpu"):
     if kind == "hgt":  # zeros, by which an optimizer with weight decay shrinks weights
         assert got[1].keys() == want[1].keys()
     for name in got[1].keys() | want[1].keys():  # None for what nothing is made of
-        one, two = (
-            side[1].get(name, torch.tensor(0.0).double()).cpu() for side in (got, want)
-        )
+        none = torch.tensor(0.0).double()
+        one, two = (side[1].get(name, none).cpu() for side in (got, want))
         torch.testing.assert_close(*torch.broadcast_tensors(one, two), **CLOSE)
     assert got[2].device == device
     torch.testing.assert_close(got[2].full_tensor().cpu(), want[2], **CLOSE)

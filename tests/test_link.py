@@ -318,10 +318,8 @@ def test_what_a_layer_keeps_for_good_is_exact():
         torch.manual_seed(3)
         exact = pdc.convert(kind(7, 4, K=2).double(), "exact")
         for _ in range(3):
-            out = conv(share.x, share.edge_index)
-            assert torch.equal(
-                out.to_local(), exact(share.x, share.edge_index).to_local()
-            )
+            out, want = (net(share.x, share.edge_index) for net in (conv, exact))
+            assert torch.equal(out.to_local(), want.to_local())
             out.sum().backward()
             link.step()
         assert link.price().total == 0
@@ -423,6 +421,26 @@ def test_edges_that_a_script_derives_are_coded_as_those_of_a_graph(derive, name,
         edges = share.edge_index if graph is whole else made(share)
         found.append(coded(net, share.x, edges, link))
     alike.same(*found)
+
+
+class Hypergraph(pyg.HypergraphConv):
+    def forward(self, x, edge_index):  # more hyperedges than nodes, of one node each
+        of = torch.arange(edge_index.size(1))
+        return super().forward(x, torch.stack([edge_index[0], 0 * edge_index[0] + of]))
+
+
+@worlds.on(2)
+def test_links_are_those_of_edges_and_not_of_hyperedges():
+    data, link = GRAPHS["directed"](), LinkPolicy(ColumnMask(1), exact_last=False)
+    share, conv = (
+        pdc.partition(data, worlds.mesh(), link=link),
+        Hypergraph(7, 4).double(),
+    )
+    for other in (None, LinkPolicy(ONE), link):
+        assert share.edge_index.with_link(other).flip(0)._flipped.link is other
+    ends, want = share.edge_index[0], conv(data.x, data.edge_index)
+    for edges in (share.edge_index, torch.stack([ends, 0 * ends + torch.arange(240)])):
+        alike.same(HaloConv(conv)(share.x, edges), want)
 
 
 @worlds.on(2)

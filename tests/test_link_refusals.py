@@ -144,9 +144,7 @@ def test_bits_by_degree_are_for_nodes_of_one_type():
     two["b"].x = torch.ones(30, 3)
     share = pdc.partition(two, mesh, "random")
     layer = DistSAGEConv((3, 3), 2, flow="target_to_source", link=LinkPolicy(ONE))
-    with pytest.raises(
-        ValueError, match="DistSAGEConv has flow='target_to_source', and"
-    ):
+    with pytest.raises(ValueError, match="Conv has flow='target_to_source', and"):
         layer((share["a"].x, share["b"].x), share["a", "to", "b"].edge_index)
 
 

@@ -257,9 +257,8 @@ def test_the_last_of_two_layers_is_exact_also_if_they_were_evaluated_first():
     found = []
     for evaluates in (False, True):
         link = pdc.Sylvie(late=0)
-        share = pdc.partition(
-            GRAPHS["undirected"](), worlds.mesh(), "random", link=link
-        )
+        data = GRAPHS["undirected"]()
+        share = pdc.partition(data, worlds.mesh(), "random", link=link)
         torch.manual_seed(0)
         net = Net(widths=(7, 5, 4)).double()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

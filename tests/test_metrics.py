@@ -212,9 +212,8 @@ def cells(table):
 
 def test_a_table_has_shares_rates_and_a_total():
     head, _, *rows = cells(str(ledger(1000)))
-    assert (
-        head == "operation axis calls words bytes messages seconds MB/s share".split()
-    )
+    names = "operation axis calls words bytes messages seconds MB/s share"
+    assert head == names.split()
     assert rows == [
         ["halo", "col", "1", "2,000", "16,000", "3,000", "0", "-", "12.5%"],
         ["halo", "row", "1", "6,000", "48,000", "3,000", "0.002", "24", "37.5%"],

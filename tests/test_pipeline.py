@@ -116,9 +116,8 @@ def test_edges_between_chunks_are_counted_and_warned_of():
             pipe(share)
         assert pipe.crossing == pytest.approx(want)
         assert f"{want:.1%} of edges between" in repr(pipe)
-        assert [str(one.message)[:3] for one in told] == (
-            [f"{want:.0%}"] if want > CROSSING else []
-        )
+        warned = [f"{want:.0%}"] if want > CROSSING else []
+        assert [str(one.message)[:3] for one in told] == warned
         assert all(one.filename == __file__ for one in told)
 
 

@@ -577,9 +577,8 @@ def _parts_after_writes(x):
 def _by_a_plain_matrix(x):
     """The gradient of maxima, in torch's kernel, by a matrix that all ranks hold."""
     x = x.detach().requires_grad_()
-    adj = (
-        (torch.arange(500, device=x.device).view(10, 50) % 7 < 2).to(x).to_sparse_csr()
-    )
+    some = torch.arange(500, device=x.device).view(10, 50) % 7 < 2
+    adj = some.to(x).to_sparse_csr()
     return torch.autograd.grad(torch.sparse.mm(adj, x, "amax").square().sum(), x)
 
 

@@ -249,9 +249,8 @@ class Spreader:
 
 def attribute(name, key, value):
     """The attribute of a `HeteroData` for an input, by the type of its nodes or edges."""
-    return (
-        "edge_index" if isinstance(key, tuple) and value.dtype == torch.long else name
-    )
+    of_edges = isinstance(key, tuple) and value.dtype == torch.long
+    return "edge_index" if of_edges else name
 
 
 def is_pair(value):

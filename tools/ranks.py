@@ -89,9 +89,7 @@ class Nursery:
         import torch.distributed as dist
 
         # of this process, which outlives them
-        store = dist.TCPStore(
-            "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
-        )
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         size = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
         size |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
         size |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -269,8 +269,10 @@ class _Visit:
         if type(edge_index) is not DistTensor or edge_index.dim_ != 1:
             return edge_index, given
         end: Any = edge_index[into]
-        ids, rows = ids_of(end), edge_index.rows
-        if ids is None or ids.exchange(self.context.topology.nodes).halo.silent:
+        ids, rows, nodes = ids_of(end), edge_index.rows, self.context.topology.nodes
+        if ids is None or ids.highest >= nodes.count:  # not of nodes
+            return edge_index, given
+        if ids.exchange(nodes).halo.silent:
             return edge_index, given
         there, places = kept_with(
             edge_index, ("at", into), lambda: _moved(layer, edge_index)
@@ -285,10 +287,8 @@ class _Visit:
                 how = DEGREES + self.moved, "edges lie with the owners of sums"
                 table = self.exchanged(v.to_local(), plan.halo, *how)
                 return DistTensor.from_local(table[plan.slot], there.rows)
-            kind = "at", id(there.rows)
-            return kept_with(
-                v, kind, lambda: attribute(Placed.apply(v, (there.rows, 0)))
-            )
+            kind, to = ("at", id(there.rows)), (there.rows, 0)
+            return kept_with(v, kind, lambda: attribute(Placed.apply(v, to)))
 
         return there, tree_map(at, given)
 
@@ -437,9 +437,8 @@ def _explaining_memory(
             widest = max((x.local[:1].nbytes for x in given if not x.dim_), default=8)
             nodes, count = topology.nodes, len(topology.edges)
             rows = count + len(topology.locals.ghost_gid) + len(nodes)
-            what = (
-                f"{type(conv).__name__}, with messages of {count:,} edges and its halo,"
-            )
+            name = type(conv).__name__
+            what = f"{name}, with messages of {count:,} edges and its halo,"
             watch = watch_of(nodes.mesh)
             with needing(what, lambda: rows * widest, watch, topology.device):
                 raise

@@ -31,6 +31,7 @@ from pyg_distcomm.sharded.constants import kept_with, key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edge_methods import EdgeMethods
 from pyg_distcomm.sharded.edges import DistEdgeIndex
+from pyg_distcomm.sharded.ids import ids_of
 
 OwnLink: TypeAlias = LinkPolicy | Literal["exact"] | None
 
@@ -356,14 +357,17 @@ def linked_edges(values: Any, link: OwnLink) -> list[DistTensor]:
         if v._flipped is not None:
             if (link or v._flipped.link) is not None:
                 found.append(_turned(v))
-        elif v.dim_ == 1 and nodes is not None and nodes.partition is not None:
+        elif v.shape[:-1] == (2,) and v.dtype in INDICES and nodes is not None:
             policy = link or nodes.derived.get("link")
-            if policy is not None:
+            if policy is not None and nodes.partition is not None:
 
-                def made(v: Any = v, policy: Any = policy) -> Any:
-                    return DistEdgeIndex.of_ends(*v).with_link(policy)
+                def made(v: Any = v, nodes: Any = nodes, policy: Any = policy) -> Any:
+                    ends: Any = map(ids_of, v)
+                    if any(end.highest >= nodes.count for end in ends):  # of hyperedges
+                        return []
+                    return [DistEdgeIndex.of_ends(*v).with_link(policy)]
 
-                found.append(kept_with(v, ("over", id(policy)), made))
+                found += kept_with(v, ("over", id(policy)), made)
     return found
 
 
@@ -512,9 +516,8 @@ def check_arguments(layer: Any, args: Any, kwargs: Any) -> None:
     check_placement(layer, topology)
     if all(not isinstance(x, Tensor) or x.device == topology.device for x in every):
         return
-    for what, value in (
-        inspect.signature(forward).bind(*args, **kwargs).arguments.items()
-    ):
+    bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    for what, value in bound.items():
         parts = value.items() if isinstance(value, dict) else ()
         for key, x in ((what, value), *((f"{what}[{k!r}]", x) for k, x in parts)):
             if isinstance(x, Tensor):
@@ -534,10 +537,8 @@ def warn_whole_graph(layer: Any, values: list[Any]) -> None:
     pairs = [v for v in tensors if v.dtype in INDICES and v.shape[:1] == (2,)]
     if not pairs or PROCESS.loaders:
         return
-    seen, PROCESS.plain_edges[layer] = (
-        PROCESS.plain_edges.get(layer),
-        weakref.ref(pairs[0]),
-    )
+    seen = PROCESS.plain_edges.get(layer)
+    PROCESS.plain_edges[layer] = weakref.ref(pairs[0])
     if seen is not None and seen() is pairs[0]:
         PROCESS.warned.add("whole")
         warnings.warn(

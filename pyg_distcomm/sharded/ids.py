@@ -27,12 +27,7 @@ from pyg_distcomm.ops.id_plan import IdPlan, plan_ids, range_error
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.sharded.agreement import compare_ids, pass_by
 from pyg_distcomm.sharded.constants import ByContent, kept_with, version_of
-from pyg_distcomm.sharded.dist_tensor import (
-    DistTensor,
-    local_at,
-    own_part,
-    rule,
-)
+from pyg_distcomm.sharded.dist_tensor import DistTensor, local_at, own_part, rule
 
 aten = torch.ops.aten
 _KEPT = 64  # blocks of rows
@@ -52,16 +47,22 @@ class Ids:
         self._highest: int | None = None
         self._plans = Latest(_KEPT_PLANS)
 
-    def check_below(self, count: int) -> None:
-        """Raises on all ranks if an id is not below a number of rows; collective once."""
+    @property
+    def highest(self) -> int:
+        """The highest id of all ranks, -1 without ids; collective once."""
         if self._highest is None:
             here = int(self.local.max()) if self.local.numel() else -1
             most = torch.tensor([here])
             found = collectives.all_reduce(most, self.rows.mesh.world, "max")
             self._highest = int(found)
-        if self._highest >= count:
+        return self._highest
+
+    def check_below(self, count: int) -> None:
+        """Raises on all ranks if an id is not below a number of rows; collective once."""
+        most = self.highest
+        if most >= count:
             raise IndexError(
-                f"index {self._highest} is out of range for a tensor of {count} rows"
+                f"index {most} is out of range for a tensor of {count} rows"
             )
 
     def exchange(self, rows: Rows) -> IdPlan:
