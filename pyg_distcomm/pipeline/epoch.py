@@ -435,8 +435,8 @@ def _average_gradients(mesh: Mesh, parameters: list[torch.nn.Parameter]) -> None
         flat = torch.cat([*(g.reshape(-1) for g in grads), mine])
         flat = collectives.all_reduce(flat, mesh.data).div_(mesh.size)
         *parts, any_has = flat.split([*(g.numel() for g in grads), len(same)])
-        for p, g, part, has in zip(same, grads, parts, any_has.tolist(), strict=True):
-            p.grad = g.copy_(part.view_as(g)) if has else None
+        for p, g, part, has in zip(same, grads, parts, any_has, strict=True):
+            p.grad = g.copy_(part.view_as(g)) if p.grad is not None or has else None
 
 
 def clip_grad_norm_(
