@@ -1,7 +1,10 @@
 """What every rank would load first, loaded once, in the process that ranks are forked from."""
 
 import gc
+import sys
 from importlib import import_module
+
+sys.path[:] = filter(None, sys.path)  # so that the package is that of pytest's process
 
 
 def warm():
