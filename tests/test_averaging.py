@@ -286,7 +286,7 @@ def test_what_differs_between_ranks_is_refused():
 @tiers.parametrize(
     ("size", "loader", "wrapper"),
     [(2, False, False), (2, False, True), (3, True, True), (2, True, True)],
-    slice(0, 3),
+    slice(1, 4, 2),
 )
 @worlds.on()
 def test_another_learning_rate_is_refused(size, loader, wrapper):
@@ -536,7 +536,7 @@ def refused(answers, steps):
         assert done == steps
 
 
-@tiers.parametrize("size", [2, 3], [3])
+@tiers.parametrize("size", [2, 3], [2])
 def test_training_that_nothing_averages_is_refused_after_a_step(size):
     refused(worlds.run(train, size, "plainly"), 1)
     (first, _), *others = worlds.run(train, size, "plainly", "nodes", True)
@@ -544,7 +544,7 @@ def test_training_that_nothing_averages_is_refused_after_a_step(size):
     assert all(error == first for error, _ in others)
 
 
-@tiers.parametrize("loader", list(LOADERS), ["links", "one batch", "saint"])
+@tiers.parametrize("loader", list(LOADERS), ["links", "one batch"])
 def test_batches_of_every_loader_are_looked_at(loader):
     refused(worlds.run(train, 2, "plainly", loader), 1)
 
@@ -554,7 +554,7 @@ def test_steps_that_come_late_or_change_nothing_are_refused_later(how, steps):
     refused(worlds.run(train, 2, how), steps)
 
 
-@pytest.mark.parametrize("how", AVERAGED)
+@tiers.parametrize("how", AVERAGED, slice(0, None, 2))
 def test_what_averages_in_any_way_is_left_alone(how):
     size = 3 if how == "own sum" else 2
     for found, steps in worlds.run(train, size, how):

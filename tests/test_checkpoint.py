@@ -78,7 +78,7 @@ def test_resume_on_another_number_of_ranks(tmp_path, embedding):
     path = str(tmp_path / "ckpt")
     want = worlds.run(_save, 3, path, embedding)[0]
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
-    for size in (1, 4) if embedding else (2, 3):
+    for size in (1, 2) if embedding else (2, 3):
         got = worlds.run(_resume, size, path, embedding)[0]
         assert got == pytest.approx(want, rel=1e-9)
 
@@ -133,7 +133,7 @@ RESUMED = [
 ]
 
 
-@tiers.parametrize(("size", "grid", "kind", "make_link", "at"), RESUMED, slice(0, 3))
+@tiers.parametrize(("size", "grid", "kind", "make_link", "at"), RESUMED, slice(1, 2))
 @worlds.on()
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(
     tmp_path, size, grid, kind, make_link, at
@@ -198,12 +198,12 @@ SCHEDULERS = {
 }
 
 
-def _with_optimizers(folder, first):
+def _with_optimizers(folder, first, turn):
     """Saves runs at their start and after two steps, or goes on with them."""
     mesh, ends = worlds.mesh(), {}
     cut = "random" if first else "block"
     share = pdc.partition(GRAPHS["undirected"](), mesh, cut)
-    for name, make in OPTIMIZERS.items():
+    for name, make in [*OPTIMIZERS.items()][turn]:
         net = _Two().to(share.x.device)
         opt = make(net.parameters())
         if first:
@@ -222,11 +222,15 @@ def _with_optimizers(folder, first):
     return ends
 
 
-@tiers.parametrize(("size", "other"), [(2, 2), (2, 1), (1, 3)], [(2, 1)])
-def test_every_optimizer_goes_on(tmp_path, size, other):
-    wanted = worlds.run(_with_optimizers, size, str(tmp_path), True)[0]
-    found = worlds.run(_with_optimizers, other, str(tmp_path), False)[0]
-    for name in OPTIMIZERS:
+@tiers.parametrize(
+    ("size", "other", "turn"),
+    [(2, 1, slice(0, None, 3)), *((*n, slice(None)) for n in ((2, 2), (2, 1), (1, 3)))],
+    slice(1),
+)
+def test_every_optimizer_goes_on(tmp_path, size, other, turn):
+    wanted = worlds.run(_with_optimizers, size, str(tmp_path), True, turn)[0]
+    found = worlds.run(_with_optimizers, other, str(tmp_path), False, turn)[0]
+    for name in wanted:
         assert found[name] == pytest.approx(wanted[name], rel=1e-9), name
 
 

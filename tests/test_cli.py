@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from torch_geometric.data import Data
 
@@ -84,7 +85,7 @@ def run(capsys):
     return run
 
 
-@pytest.mark.parametrize("method", ["block", "random", "ldg", "metis"])
+@tiers.parametrize("method", ["block", "random", "ldg", "metis"], ["metis"])
 def test_partition_writes_and_inspect_reads(saved, tmp_path, run, method):
     out, data = tmp_path / "out", graph()
     flags = ["--parts", "3", "--method", method, "--seed", "5", "--checksums"]

@@ -75,7 +75,7 @@ def there_and_back(codec, x, out=None, draw=None, index=None):
     return out
 
 
-@tiers.cover(("dtype", "codec"), FLOATS, [*EVERY, *GRADED], ids=str)
+@tiers.cover(("dtype", "codec"), FLOATS, [*EVERY, *GRADED], step=3, ids=str)
 def test_shapes_bytes_and_out(codec, dtype):
     for m, f in ((0, 5), (4, 0), (1, 1), (3, 7), (5, 1), (9, 33)):
         x = rows(dtype, m=m, f=f)

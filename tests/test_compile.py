@@ -89,7 +89,7 @@ def test_torch_func_on_ordinary_tensors_is_compiled_as_without_this_package():
     torch.testing.assert_close(compiled(x), function(x))
 
 
-@tiers.parametrize("kinds", ["products", "halos"], ["products"])
+@tiers.parametrize("kinds", ["products", "halos"], [])
 @worlds.on(2)
 def test_replicated_models(kinds):
     """Trains a model of `replicate` on minibatches and on the full graph."""

@@ -108,7 +108,7 @@ def test_layers_notice_what_is_written_to_views(size):
         alike.same([*_after_writes(share, nn)], [*_after_writes(data, pyg)])
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@tiers.parametrize("size", [1, 2], [2])
 @worlds.on()
 def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
     """What loops over sizes and new parameters leave behind is bounded."""
@@ -139,6 +139,7 @@ def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
     ("options", "owner"),
     [{"aggr": "max"}, {"aggr": "max", "root_weight": False}, *BASES],
     [[0] * 10 + [2, 2], [0, 1] * 5 + [2, 2]],
+    step=3,
     ids=str,
 )
 @worlds.on(3)
@@ -171,7 +172,7 @@ def test_relations_are_summed_by_one_product_after_one_exchange(options, owner):
         nn.RGCNConv(8, 4, 3, root_weight=False).double()(x, ends, kinds)
 
 
-@pytest.mark.parametrize("relations", [3, 40])  # of 40 most rows are empty
+@tiers.parametrize("relations", [3, 40], [3])  # of 40 most rows are empty
 @worlds.on(2)
 def test_types_of_edges_may_be_made_anew_and_be_many(relations):
     mesh = worlds.mesh()

@@ -112,7 +112,7 @@ def compared(name, graph, cutter):
     _in_doubles(parity, build, names, graph, cutter, pdc.convert)
 
 
-@tiers.parametrize("name", MODELS, slice(0, None, 4))
+@tiers.parametrize("name", MODELS, slice(0, None, 8))
 def test_converted_model_equals_pyg(name):
     worlds.run(compared, 1, name, "directed", "random")
     worlds.run(compared, 3, name, "directed", "random")
@@ -123,6 +123,7 @@ def test_converted_model_equals_pyg(name):
     ("name", "copying"),
     list(MODELS),
     ["none", "deepcopy", "pickle", "save", "state", "again"],
+    step=3,
 )
 def test_on_ordinary_inputs_a_converted_model_is_what_it_was(name, copying):
     """Its values, and the names of its parameters, also after it has been copied."""

@@ -157,12 +157,12 @@ def same(got, want, path=""):
     return []
 
 
-@pytest.mark.parametrize("kind", GRAPHS)
+@tiers.parametrize("kind", GRAPHS, slice(0, None, 2))
 @RANKS
 @worlds.on()
 def test_batches_are_those_of_one_rank(size, kind):
     worlds.mesh()
-    for batch_size in (1, 3, 7):
+    for batch_size in (1, 7):
         batches = (
             lib.DataLoader(dataset(kind), batch_size, follow_batch=["x_s"])
             for lib in (pyg_distcomm.loader, torch_geometric.loader)
@@ -286,8 +286,8 @@ def drawn(lib, kind, way, rank, given):
 @worlds.on()
 def test_iter_draws_as_pygs_does(size, kind):
     rank, cases = worlds.mesh().rank, [*itertools.product([False, True], WAYS)]
-    if size == 2:  # by default, half of them for each kind
-        cases = cases[list(DRAW).index(kind) % 2 :: 2]
+    if size == 2:  # by default, some of them for each kind
+        cases = cases[list(DRAW).index(kind) :: 4]
     for given, way in cases:
         got = drawn(pyg_distcomm.loader, kind, way, rank, given)
         want = drawn(torch_geometric.loader, kind, way, 0, given)
@@ -367,7 +367,7 @@ def epochs(loader):
                 break
 
 
-@tiers.parametrize("kind", BY_WORKERS, ["shuffled_by_workers", "kept", "streamed"])
+@tiers.parametrize("kind", BY_WORKERS, ["shuffled_by_workers", "streamed"])
 @worlds.on(2)
 def test_workers_batches_are_those_of_one_process(kind):
     worlds.mesh()
@@ -390,7 +390,7 @@ def _workers_draw(kind):
     ]
 
 
-@tiers.parametrize("kind", ["shuffled_by_workers", "kept"], ["shuffled_by_workers"])
+@tiers.parametrize("kind", ["shuffled_by_workers", "kept"], [])
 def test_without_a_seed_workers_draw_what_rank_0s_do(kind):
     got, other = worlds.run(_workers_draw, 2, kind)
     assert got == other

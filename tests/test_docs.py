@@ -25,7 +25,7 @@ NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
 ONE_RANK = re.compile(r"<!-- one rank: .+ -->\s*$")
 ENTRY = re.compile(r"^::: ([\w.]+)$", re.M)
 # pages of the default tier, by the number of ranks
-SOME = {1: {"index.md", "reference/nn.md"}, 2: {"how-to/graphs-that-change.md"}}
+SOME = {1: {"index.md"}, 2: {"how-to/graphs-that-change.md"}}
 OPTIONAL = {"pyarrow", "tensorboard", "ogb", "lightning", "accelerate", "torchmetrics"}
 
 

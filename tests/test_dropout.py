@@ -94,7 +94,7 @@ RANKS = [(2, "random"), (3, "empty_rank"), (4, "metis")]
     [*LAYERS],
     ["directed", "loops_and_copies"],
     RANKS,
-    step=3,
+    step=4,
 )
 def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
     size, cutter = ranks
@@ -104,7 +104,7 @@ def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
 
 
 @pytest.mark.parametrize("name", [n for n in LAYERS if n.endswith("Conv")])
-@pytest.mark.parametrize("size", [1, 3])
+@tiers.parametrize("size", [1, 3], [3])
 @worlds.on()
 def test_our_layers_draw_the_masks_of_pygs_and_send_no_more(name, size):
     """Output, gradients and bytes of PyG's layer and of ours, from the same draws."""
@@ -181,6 +181,7 @@ def test_parallel_edges_draw_on_their_own(size):
     ("name", "reentrant"),
     ["nodes", "GATConv", "APPNP", "edges twice", "GAT"],
     [True, False],
+    step=3,
 )
 def test_recomputation_repeats_the_masks(name, reentrant):
     want = worlds.run(trained, 1, name, "directed", "random")[0]

@@ -74,9 +74,8 @@ def test_plain_python_lets_lightning_start_the_ranks():
     first_and_last(shown_by(sys.executable, path, "--devices", "2", *FLAGS))
 
 
-@tiers.rare
 @pytest.mark.subprocess
-@pytest.mark.parametrize("order", [(), ("--accelerator-first",)])
+@tiers.parametrize("order", [(), ("--accelerator-first",)], [])
 def test_accelerate_and_init_come_in_either_order(order):
     pytest.importorskip("accelerate", reason="pip install accelerate")
     first_and_last(torchrun(ECOSYSTEM / "accelerate_training.py", *FLAGS, *order))
@@ -126,8 +125,7 @@ def _launched(name, minibatches):
     return globals()[name](minibatches)
 
 
-@tiers.rare
-@pytest.mark.parametrize("ranks", [1, 2])
+@tiers.parametrize("ranks", [1, 2], [])
 def test_lightning_on_the_whole_graph_is_the_plain_loop(ranks):
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
     want, scores = plainly(3)
@@ -137,8 +135,7 @@ def test_lightning_on_the_whole_graph_is_the_plain_loop(ranks):
         assert score == pytest.approx(scores["val_mask"]) or score != score  # on rank 0
 
 
-@tiers.rare
-@pytest.mark.parametrize("ranks", [1, 2])
+@tiers.parametrize("ranks", [1, 2], [])
 def test_lightning_takes_each_seed_once_in_an_epoch(ranks):
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
     found = on_ranks("_lightning", ranks, True)
@@ -148,7 +145,7 @@ def test_lightning_takes_each_seed_once_in_an_epoch(ranks):
     assert all(torch.equal(one[3], found[0][3]) for one in found)  # one model
 
 
-@pytest.mark.parametrize("ranks", [tiers.rarely(1), 2])
+@tiers.parametrize("ranks", [1, 2], [])
 def test_accelerate_on_the_whole_graph_is_the_plain_loop(ranks):
     pytest.importorskip("accelerate", reason="pip install accelerate")
     want, scores = plainly(3)
@@ -157,9 +154,8 @@ def test_accelerate_on_the_whole_graph_is_the_plain_loop(ranks):
         assert score == pytest.approx(scores["test_mask"], abs=0.02)
 
 
-@tiers.rare
 @pytest.mark.subprocess
-@pytest.mark.parametrize("ranks", [1, 2])
+@tiers.parametrize("ranks", [1, 2], [])
 def test_the_profile_names_our_operations(tmp_path, ranks):
     pytest.importorskip("torchmetrics", reason="pip install torchmetrics")
     flags = ("--epochs", "2", "--trace", "profile")  # of nodes of all classes

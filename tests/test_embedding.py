@@ -64,7 +64,7 @@ def _trained(optimizer, sparse):
 KINDS = [("sgd", True), ("sgd", False), ("adagrad", True), ("sparse_adam", True)]
 
 
-@tiers.cover(("kind", "size"), [*KINDS, ("adam", False)], [4, 1, 2])
+@tiers.cover(("kind", "size"), [*KINDS, ("adam", False)], [4, 1, 2], step=2)
 def test_minibatches_train_the_rows_that_torch_trains(kind, size):
     optimizer, sparse = kind
     torch.manual_seed(5)
@@ -146,7 +146,7 @@ def _saved(path, optimizer, resumes):
     return emb.weight.detach().full_tensor()
 
 
-@tiers.cover(("optimizer", "size"), [*OPTIMIZERS], [4, 1, 2])
+@tiers.cover(("optimizer", "size"), [*OPTIMIZERS], [4, 1, 2], step=2)
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer, size):
     path = str(tmp_path / "ckpt")
     want = worlds.run(_saved, 2, path, optimizer, False)[0]
@@ -304,7 +304,7 @@ def test_gradients_are_clipped_as_on_one_process(size, norm_type, sparse):
     torch.testing.assert_close(found, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@tiers.parametrize("size", [1, 2], [2])
 @worlds.on()
 def test_a_route_of_changed_ids_is_not_taken(size):
     mesh = worlds.mesh()

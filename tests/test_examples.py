@@ -92,18 +92,16 @@ def _on_the_second_device(path, folder, *flags):
 
 
 @pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
-@tiers.rare
 @pytest.mark.subprocess
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@tiers.parametrize("path", EXAMPLES, [], ids=lambda path: path.stem)
 def test_an_example_runs_on_a_device(path, tmp_path):
     flags = FEW.get(path.stem, ())
     given = path, str(tmp_path), "--epochs", "2", *flags
     assert "Traceback" not in worlds.anew(_on_the_second_device, 1, *given)[0]
 
 
-@tiers.rare
 @pytest.mark.subprocess
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@tiers.parametrize("path", EXAMPLES, [], ids=lambda path: path.stem)
 def test_an_example_runs_on_its_ranks(path, tmp_path):
     assert run(path, tmp_path, "--epochs", "2", *FEW.get(path.stem, ()))
 

@@ -21,8 +21,7 @@ def templates():
     return names
 
 
-@tiers.rare
-@pytest.mark.parametrize("size", [2, 3])
+@tiers.parametrize("size", [2, 3], [])
 @worlds.on()
 def test_codec_schedule_and_layer_train_on_several_ranks(size):
     made, mesh, found = templates(), worlds.mesh(), []

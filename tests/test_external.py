@@ -422,7 +422,7 @@ FORMS = [(TEXTS.dictionary_encode(), ".parquet"), (VIEWS, ".arrow")]
 @pytest.mark.parametrize(
     ("ids", "ending"), [*product([NUMBERS, TEXTS], [".parquet", ".csv.gz"]), *FORMS]
 )
-@pytest.mark.parametrize("method", ["stream", "block"])
+@tiers.parametrize("method", ["stream", "block"], ["stream"])
 def test_ids_of_any_kind_are_looked_up(tmp_path, monkeypatch, ids, method, ending):
     monkeypatch.setattr(arrow_tables, "MOST_ROWS", 17)
     monkeypatch.setattr(arrow_tables, "BLOCK", 64)

@@ -282,8 +282,8 @@ def line(mark):
     return f"{HERE}:{number}"
 
 
-def share_of(timeout, tell_after=1.5):
-    failure._TELL_AFTER, failure._LOOK_INTERVAL = tell_after, 0.3
+def share_of(timeout):
+    failure._TELL_AFTER, failure._LOOK_INTERVAL = 1.5, 0.3
     mesh = pdc.init(timeout=timeout)
     return mesh, pdc.partition(GRAPHS["undirected"](), mesh, "random")
 
@@ -352,27 +352,6 @@ def test_a_rank_that_asks_alone(others):
     for text in (error, *(str(one) for _, said, _ in found for one in said[-2:])):
         assert "make a new one by pdc.init()" in text
     assert len({total for *_, total in found}) == 1
-
-
-def is_late():
-    """The last rank comes late, again and again; returns what each rank printed."""
-    mesh, share = share_of(timeout=100, tell_after=1.0)
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):
-        for _ in range(2):
-            if mesh.rank == mesh.size - 1:
-                time.sleep(2.5)  # late
-            (share.x * 1.5).sum()  # waits
-            collectives.barrier(mesh.world)
-    return printed.getvalue()
-
-
-def test_one_line_is_printed_for_each_long_wait():
-    printed = worlds.anew(is_late, 3)
-    (first, second) = [text for one in printed for text in one.splitlines()]
-    told = f"ranks 0-1 wait at {line('waits')} (sum), rank 2 is at {line('late')}"
-    assert told in first
-    assert told in second
 
 
 def test_ranks_at_one_place_are_told_together():

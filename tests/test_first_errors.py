@@ -6,6 +6,7 @@ import warnings
 import alike
 import numpy as np
 import pytest
+import tiers
 import torch
 import torch.nn.functional as F
 import worlds
@@ -289,7 +290,7 @@ def test_a_link_that_is_not_used_is_told():
 # Other ways of torch to run a model -----------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@tiers.parametrize("size", [1, 2], [2])
 @worlds.on()
 def test_what_is_exported_of_a_share_computes_the_same(size):
     share = pdc.partition(generated(20), worlds.mesh(), "random")

@@ -192,10 +192,10 @@ CASES = [
     ("hgt", 2),  # keys and values narrower than features
     ("han", 8),
 ]
-DEFAULT = [("sage", "mean"), ("to_hetero", "max"), ("hgt", 16), ("han", 8)]
+DEFAULT = [("sage", "mean"), ("hgt", 16), ("han", 8)]
 
 
-@tiers.parametrize("size", [1, 2, 3, 4], [3])
+@tiers.parametrize("size", [1, 2, 3, 4], [2])
 @tiers.parametrize(("kind", "option"), CASES, DEFAULT)
 def test_training_equals_pyg(kind, option, size, place):
     worlds.run(equal, size, kind, option, "random", "converted", None, place)
@@ -491,7 +491,7 @@ def in_folder():
 @tiers.parametrize(
     ("parts", "size", "merge"),
     [(2, 2, False), (3, 3, False), (3, 2, True), (3, 1, True), (1, 1, False)],
-    slice(0, 3, 2),
+    slice(2, 3),
 )
 def test_each_rank_reads_its_part_of_a_folder(tmp_path, parts, size, merge):
     figures, owners = parts_of(tmp_path / "out", in_folder(), parts)
@@ -566,6 +566,7 @@ def test_relations_go_by_links_of_their_own(kind, option):
             pdc.partition(data, mesh, "random", link=wrong)
 
 
+@tiers.rare
 @worlds.on(2)
 def test_links_of_relations_are_resumed(tmp_path):
     data, mesh, folder = graph(), worlds.mesh(), tmp_path / "a"

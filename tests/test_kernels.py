@@ -137,7 +137,7 @@ def test_strided_rows_and_columns(f):
     )
 
 
-@pytest.mark.parametrize("f", [1, 10, 64])
+@tiers.parametrize("f", [1, 10, 64], [10])
 def test_products_of_heads_are_those_of_each_head(f):
     rowptr, col, _, wide = large_problem(4 * f + 2)
     value = torch.randn(len(col), 3)
@@ -155,7 +155,7 @@ def test_products_of_heads_are_those_of_each_head(f):
             torch.testing.assert_close(scores[:, h], alone, atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@tiers.parametrize("dtype", [torch.float32, torch.float64], [torch.float32])
 def test_panels_give_the_same_bits(monkeypatch, dtype):
     rowptr, col, value, x = large_problem(100, dtype)
     start = torch.randn(len(rowptr) - 1, 100, dtype=dtype)
@@ -541,7 +541,7 @@ def test_cached_code_is_keyed_by_the_sources_that_it_contains(cached):
     assert cached(2, "+") == (208, True)
 
 
-@tiers.cover(("ending", "left"), ["nbi", "nbc"], [0, 12, 400])
+@tiers.cover(("ending", "left"), ["nbi", "nbc"], [0, 12, 400], step=3)
 def test_cached_code_that_is_cut_short_is_compiled_anew(cached, tmp_path, ending, left):
     assert cached(2, "+") == (208, False)
     files = list((tmp_path / "cache").rglob(f"*.{ending}"))
@@ -706,7 +706,7 @@ def test_places_of_ids(total, share):
 ROWS, WIDTH = 2**22 + 5, 520  # 2^31 numbers and more; only touched rows take memory
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@tiers.parametrize("index_dtype", [torch.int32, torch.int64], [torch.int32])
 def test_rows_beyond_two_to_the_31_numbers_are_found(index_dtype):
     x = torch.empty(ROWS, WIDTH)
     assert x.numel() > 2**31

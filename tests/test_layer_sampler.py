@@ -88,9 +88,7 @@ def layers(out):
 # ---------------------------------------------------------------- structure
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("graph", GRAPHS)
-@pytest.mark.parametrize("rule", RULES)
+@tiers.cover(("rule", "graph", "weight"), [*RULES], [*GRAPHS], WEIGHTS)
 def test_a_layer_is_the_graph_between_its_rows_and_columns(rule, graph, weight):
     data = problems.GRAPHS[graph]()
     if weight and not bool((data.edge_weight > 0).any()):
@@ -129,7 +127,7 @@ def test_a_layer_is_the_graph_between_its_rows_and_columns(rule, graph, weight):
         )
 
 
-@tiers.cover(("replace", "rule"), [False, True], list(RULES))
+@tiers.cover(("replace", "rule"), [False, True], list(RULES), step=3)
 def test_a_minibatch_does_not_depend_on_its_bulk(rule, replace):
     data = problems.directed(n=200, e=1500)
     weights = "importance" if replace else "debiased"
@@ -245,7 +243,7 @@ def bulk_of(sampler, seeds, count, seed=0):
 
 
 @pytest.mark.parametrize(
-    "rule", ["code", "cagnet", tiers.rarely("paper"), "fastgcn", tiers.rarely("user")]
+    "rule", ["code", *map(tiers.rarely, ["cagnet", "paper", "user"]), "fastgcn"]
 )
 def test_one_draw_at_each_layer_follows_the_formula(rule):
     data = small()
@@ -313,7 +311,7 @@ UNBIASED = [
 UNBIASED += [("debiased", False, *case[2:]) for case in UNBIASED]
 
 
-@tiers.parametrize(("weights", "replace", "rule", "keep"), UNBIASED, UNBIASED[::6])
+@tiers.parametrize(("weights", "replace", "rule", "keep"), UNBIASED, UNBIASED[::12])
 def test_unbiased_estimates(weights, replace, rule, keep):
     options = {"weights": weights, "replace": replace, "keep_batch": keep}
     for s in (2, 3):
@@ -391,9 +389,12 @@ def test_a_kept_node_without_probability_counts_as_certain():
         assert float(one.edge_weight[one.node[one.row] == 0]) == 1.0
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("option", [None, "normalized", "importance", "debiased"])
-@pytest.mark.parametrize("rule", RULES)
+@tiers.cover(
+    ("rule", "option", "weight"),
+    [*RULES],
+    [None, "normalized", "importance", "debiased"],
+    WEIGHTS,
+)
 def test_of_all_candidates_no_weight_is_an_estimate(rule, option, weight):
     data = problems.loops_and_copies()
     sampler = KeyedLayerSampler(

@@ -113,7 +113,7 @@ def exact(name, graph, cutter, grid=None, memory=None, place="cpu"):
 
 # every second layer, on graphs, cutters and ranks that go round
 SOME = [
-    (name, FOUR[k % 4], CUTTERS[(k + k // 4) % 4], (3, 2, 4)[k % 3])
+    (name, FOUR[k % 4], CUTTERS[(k + k // 4) % 4], (2, 3, 2)[k % 3])
     for k, name in enumerate([*EXACT][1::2])
 ]
 
@@ -141,8 +141,7 @@ def test_exact_on_odd_graphs(name, graph, place):
     worlds.run(exact, 4, name, graph, "random", None, None, place)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", EXACT)
+@tiers.parametrize("name", EXACT, [])
 def test_exhaustive(name):
     for graph, cutter, size in itertools.product((*FOUR, "star"), CUTTERS, range(1, 5)):
         worlds.run(exact, size, name, graph, cutter)
@@ -210,8 +209,10 @@ SAGE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"), [*(("gcn", n) for n in GCN), *(("sage", n) for n in SAGE)]
+@tiers.parametrize(
+    ("kind", "name"),
+    [*(("gcn", n) for n in GCN), *(("sage", n) for n in SAGE)],
+    slice(1, None, 2),
 )
 @worlds.on(3)
 def test_arguments_of_the_matrix_layers(kind, name):
@@ -357,9 +358,7 @@ class _Attention(torch.nn.MultiheadAttention):
         return super().forward(*[x[None]] * 3)[0].squeeze(0) + x
 
 
-@tiers.parametrize(
-    ("size", "edges"), itertools.product(SIZES, [0, 2]), [(2, 2), (3, 0)]
-)
+@tiers.parametrize(("size", "edges"), itertools.product(SIZES, [0, 2]), [(2, 2)])
 @worlds.on()
 def test_layers_on_one_node(size, edges):
     mesh = worlds.mesh()
@@ -389,9 +388,7 @@ def _normed(norm):
     return chained(first, norm, torch.nn.ReLU(), last)
 
 
-@tiers.parametrize(
-    ("size", "nodes"), itertools.product(SIZES, [0, 1, 2]), [(2, 1), (3, 0)]
-)
+@tiers.parametrize(("size", "nodes"), itertools.product(SIZES, [0, 1, 2]), [(2, 1)])
 @worlds.on()
 def test_norms_of_a_node_type_with_few_rows(size, nodes):
     """Compares models on nodes of two types, of which the second has few."""

@@ -64,7 +64,7 @@ def test_rate_one_and_no_lateness_are_the_exact_link(name, grid):
     worlds.run(same, math.prod(grid), name, grid)
 
 
-@pytest.mark.parametrize("weights", ["given", "learnt"])
+@tiers.parametrize("weights", ["given", "learnt"], ["learnt"])
 def test_weights_of_edges(weights):
     worlds.run(same, 4, "mask", (2, 2, 1), weights)
 
@@ -81,7 +81,7 @@ LINEAR = [
 ]
 
 
-@tiers.cover(("grid", "codec"), [(4, 1, 1), (2, 2, 1)], LINEAR, ids=str)
+@tiers.cover(("grid", "codec"), [(4, 1, 1), (2, 2, 1)], LINEAR, step=3, ids=str)
 @worlds.on(4)
 def test_products_over_linear_codecs_have_their_transpose(grid, codec):
     mesh = worlds.mesh(grid=grid)
@@ -379,7 +379,7 @@ def coded(net, x, edges, link, *given):
 CODED = ["one bit", "varco", "sylvie", "pipegcn"]
 
 
-@tiers.cover(("layer", "name", "size"), [*BACK], CODED, [2, 3], step=2)
+@tiers.cover(("layer", "name", "size"), [*BACK], CODED, [2, 3], step=4)
 @worlds.on()
 def test_a_layer_against_the_edges_is_one_along_flipped_edges(layer, name, size):
     """Also if a script flips them: the same codes of rows, gradients and bytes."""
@@ -408,7 +408,7 @@ DERIVED = {
 }
 
 
-@tiers.cover(("derive", "name", "layer"), [*DERIVED], CODED, ["GAT", "GIN"], step=2)
+@tiers.cover(("derive", "name", "layer"), [*DERIVED], CODED, ["GAT", "GIN"], step=4)
 @worlds.on(3)
 def test_edges_that_a_script_derives_are_coded_as_those_of_a_graph(derive, name, layer):
     mesh, some, made, found = worlds.mesh(), GRAPHS["directed"](), DERIVED[derive], []

@@ -58,7 +58,7 @@ def test_bytes_are_those_foretold(name, grid):
 ODD = ["tiny", "isolated", "edgeless", "star"]
 
 
-@tiers.cover(("cutter", "graph"), ["empty_rank", "lopsided"], ODD, step=2)
+@tiers.cover(("cutter", "graph"), ["empty_rank", "lopsided"], ODD, step=3)
 def test_bytes_where_ranks_have_little(graph, cutter):
     worlds.run(priced, 4, "varco late", (4, 1, 1), True, cutter, graph)
     worlds.run(priced, 4, "late by 2 and 1", (1, 4, 1), False, cutter, graph)

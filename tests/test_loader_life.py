@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+import tiers
 import torch
 from batches import all_same, check, graph, hetero, ids, links, made, nodes
 from test_loader import WRITES
@@ -35,9 +36,12 @@ def timed(of, dtype):
     return data, of_edge
 
 
-@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
-@pytest.mark.parametrize("strategy", ["uniform", "last"])
-@pytest.mark.parametrize("of", ["node", "edge"])
+@tiers.cover(
+    ("of", "strategy", "dtype"),
+    ["node", "edge"],
+    ["uniform", "last"],
+    [torch.long, torch.float32],
+)
 def test_nothing_later_than_its_seed_is_drawn(of, strategy, dtype):
     data, of_edge = timed(of, dtype)
     when = torch.arange(60) % 9 - 1

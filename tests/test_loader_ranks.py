@@ -54,7 +54,7 @@ def contents(batch):
 # Dealing, cut or not, resumed ----------------------------------------------------------
 
 
-ON_2, ON_3 = "shadow classes links".split(), "clusters saint_nodes types layers".split()
+ON_2, ON_3 = "shadow classes links".split(), "clusters types".split()
 
 
 @tiers.parametrize(
@@ -448,8 +448,8 @@ def bar(loader):
     return tqdm(loader, file=io.StringIO())
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize("size", [tiers.rarely(1), 2, tiers.rarely(3)])
+@tiers.parametrize("kind", LOADERS, slice(0, None, 2))
+@tiers.parametrize("size", [1, 2, 3], [2])
 @worlds.on()
 def test_an_iterator_that_is_not_used_is_no_epoch(size, kind):
     """Iterators that are not used, on some ranks, change nothing."""
@@ -476,7 +476,7 @@ def models(lib):
 @tiers.parametrize(
     ("size", "cut", "cache"),
     itertools.product([1, 2, 3], [False, True], [False, True]),
-    [(2, False, True), (3, True, False)],
+    [(2, False, True), (2, True, False)],
 )
 @worlds.on()
 def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
@@ -498,7 +498,7 @@ def test_inference_gets_all_rows_on_all_ranks(size, cut, cache):
     assert len(list(load(given, split=True))) == -(-rounds // mesh.size)
 
 
-@pytest.mark.parametrize("partitioned", [False, True])
+@tiers.parametrize("partitioned", [False, True], [True])
 @worlds.on(2, worlds.anew)
 def test_a_loader_is_of_inference_on_all_ranks_or_on_none(partitioned):
     mesh = worlds.mesh()

@@ -122,7 +122,7 @@ def test_degrees_orders_and_parts_travel_no_further_than_needed(size):
 
 
 @sizes
-@pytest.mark.parametrize("how", ["table", "ids"])
+@tiers.parametrize("how", ["table", "ids"], ["table"])
 @worlds.on(start=worlds.anew)
 def test_what_one_rank_alone_writes_to_is_named_on_all(how, size):
     mesh = worlds.mesh()

@@ -81,7 +81,7 @@ def late_epoch(widths, grid, oblivious):
     return words, reference
 
 
-@tiers.cover(("name", "oblivious"), [*SHAPES], [False, True])
+@tiers.cover(("name", "oblivious"), [*SHAPES][1:], [False, True], step=2)
 def test_words_fall_as_the_widths_say(name, oblivious):
     widths, times = SHAPES[name]
     found = worlds.run(late_epoch, 3, widths, (3, 1, 1), oblivious)
@@ -89,12 +89,6 @@ def test_words_fall_as_the_widths_say(name, oblivious):
     reference = sum(reference for _, reference in found)
     assert words[2] == words[3]
     assert reference == pytest.approx(times * words[3], rel=1e-9)
-
-
-@tiers.parametrize("grid", [(2, 2, 1), (2, 1, 2), (1, 1, 4)], [(2, 1, 2)])
-def test_products_are_kept_on_every_grid(grid):
-    for words, reference in worlds.run(late_epoch, 4, (12, 4, 8), grid, False):
-        assert words[3] < reference or not reference
 
 
 def switches(layer):
@@ -118,7 +112,7 @@ def switches(layer):
     return words
 
 
-@pytest.mark.parametrize("layer", [DistGCNConv, DistSAGEConv])
+@tiers.parametrize("layer", [DistGCNConv, DistSAGEConv], [DistSAGEConv])
 def test_every_order_is_the_same_function(layer):
     found = worlds.run(switches, 3, layer)
     words = {key: sum(each[key] for each in found) for key in found[0]}

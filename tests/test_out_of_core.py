@@ -47,7 +47,7 @@ def counted(monkeypatch):
     return count
 
 
-@tiers.parametrize("name", LARGE, slice(0, 4))
+@tiers.parametrize("name", LARGE, slice(0, 2))
 def test_layers_in_chunks_are_pygs(name, counted):
     exact(name, "loops_and_copies", "random", None, CAP)
     assert max(counted) > 3
@@ -128,7 +128,7 @@ def without_edges_at_first(name):
     alike.same(*map(alike.whole, found))
 
 
-@pytest.mark.parametrize("name", FIRST_WITHOUT_EDGES)
+@tiers.parametrize("name", FIRST_WITHOUT_EDGES, ["GAT"])
 def test_the_first_chunk_may_have_no_edges(name, counted):
     without_edges_at_first(name)
     assert max(counted) > 2
@@ -167,8 +167,7 @@ def test_chunks_are_computed_again_under_the_autocast_of_the_layer(counted):
     assert torch.equal(x.grad.full_tensor(), degree.float()[:, None].expand(-1, 7))
 
 
-@pytest.mark.exhaustive
-@tiers.parametrize("size", [2, 3], [3])
+@tiers.parametrize("size", [2, 3], [])
 def test_layers_of_a_script_on_ranks(size):
     worlds.run(owned, size, Own)
 
@@ -181,15 +180,12 @@ def _several(cases):
 def test_layers_in_chunks_on_ranks():
     cases = [
         ("GATv2Conv edges", "directed", "random", (2, 1, 1)),
-        ("EdgeConv", "star", "empty_rank", (2, 1, 1)),
-        ("GATConv edges", "directed", "empty_rank", (2, 1, 1)),
         ("RGATConv within", "loops_and_copies", "empty_rank", (2, 1, 1)),
     ]
     worlds.run(_several, 2, cases)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@tiers.parametrize("size", [1, 2, 3, 4], [])
 @pytest.mark.parametrize("name", EXACT)
 def test_every_layer_within_a_cap(name, size):
     graphs = ("directed", "loops_and_copies", "isolated", "star")
@@ -247,7 +243,7 @@ CASES = [
 ]
 
 
-@tiers.parametrize(("graph", "grid", "cutter"), CASES, slice(0, 2))
+@tiers.parametrize(("graph", "grid", "cutter"), CASES, slice(0, 1))
 @worlds.on()
 def test_training_is_that_without_a_cap(graph, grid, cutter):
     want, free = trained(cut(worlds.mesh(grid=grid), graph, None, cutter))

@@ -164,8 +164,7 @@ def test_whatever_travels(grid, halo, place):
     worlds.run(compare, 4, "directed", "random", grid, *how)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("graph", GRAPHS)
+@tiers.parametrize("graph", GRAPHS, [])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
 def test_exhaustive(graph, size):
     worlds.only(size)

@@ -266,24 +266,25 @@ def on_grids(*default):
     return tiers.parametrize(names, [*default, *every], slice(len(default)))
 
 
-FIRST, SECOND, FEWER = slice(0, None, 2), slice(1, None, 2), slice(2, None, 4)
+FIRST, SECOND = slice(0, None, 2), slice(1, None, 2)
+FEWER, OTHERS = slice(2, None, 4), slice(0, None, 4)
 
 
-@on_grids((2, 1, THERE, FIRST), (4, 2, HERE, SECOND), (2, 2, WHOLE, FEWER))
+@on_grids((2, 1, HERE, SECOND), (2, 1, THERE, FEWER), (2, 2, WHOLE, OTHERS))
 @worlds.on()
 def test_batches_are_those_of_the_whole_graph(size, c, where, turn):
     for _ in compare(DistNeighborLoader, NODES, c, where, turn):
         pass
 
 
-@on_grids((2, 1, HERE, FIRST), (4, 2, THERE, SECOND))
+@on_grids((2, 1, HERE, FIRST), (4, 2, THERE, slice(1, None, 4)))
 @worlds.on()
 def test_links_of_a_share_are_those_of_the_whole_graph(size, c, where, turn):
     for _ in compare(DistLinkNeighborLoader, LINKS, c, where, turn):
         pass
 
 
-@on_grids((2, 1, HERE, FIRST), (2, 1, THERE, SECOND), (2, 2, WHOLE, FEWER))
+@on_grids((2, 1, HERE, FIRST), (2, 1, THERE, slice(1, None, 4)))
 @worlds.on()
 def test_layers_are_those_of_the_whole_graph(size, c, where, turn):
     for data, found, two in compare(DistLayerLoader, LAYERS, c, where, turn):
@@ -307,8 +308,7 @@ def unweighted(batch):
     return batch
 
 
-@tiers.rare
-@pytest.mark.parametrize("c", [1, 2])
+@tiers.parametrize("c", [1, 2], [])
 @worlds.on(2)
 def test_ids_that_need_eight_bytes(c):
     data = rich()
@@ -420,7 +420,7 @@ def _ends(how, prefetch):
 NAMED = "KeyError: 'nothing of that name'"
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("how", "prefetch", "other", "one"),
     [
         ("stops", 1, "stopped", r"rank\(s\) 0 stopped in the middle of an epoch"),
@@ -428,6 +428,7 @@ NAMED = "KeyError: 'nothing of that name'"
         *(("transform", k, NAMED, NAMED) for k in (0, 1)),
         *(("transform_sampler_output", k, NAMED, NAMED) for k in (0, 1)),
     ],
+    slice(0, None, 2),
 )
 def test_what_ends_an_epoch_on_one_rank_ends_it_on_all(how, prefetch, other, one):
     found = worlds.run(_ends, 2, how, prefetch)
@@ -492,7 +493,7 @@ def test_sampling_and_fetching_run_ahead_of_training_and_not_too_far():
 # Rows ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)])
+@tiers.parametrize(("size", "c"), [(1, 1), (2, 1), (2, 2)], slice(1, 3))
 @worlds.on()
 def test_rows_come_from_the_store_that_is_given(size, c):
     data, road = rich(), new_process_grid(worlds.mesh(), c)
@@ -519,7 +520,7 @@ def test_rows_come_from_the_store_that_is_given(size, c):
         built(share)
 
 
-@pytest.mark.parametrize("c", [1, 2])
+@tiers.parametrize("c", [1, 2], [1])
 @worlds.on(2)
 def test_rows_that_change_are_seen_at_the_next_epoch(c):
     share, loader = built(replication=c)

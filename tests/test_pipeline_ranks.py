@@ -90,7 +90,7 @@ def _agree(name, shape, options, cutter="random"):
             torch.testing.assert_close(mine, theirs, **CLOSE)
 
 
-@tiers.cover(("name", "shape"), [*STACKS, "gcn scaled", "gat scaled"], SHAPES, step=2)
+@tiers.cover(("name", "shape"), [*STACKS, "gcn scaled", "gat scaled"], SHAPES, step=3)
 def test_numbers_do_not_depend_on_stages_and_rows(name, shape):
     name, scaled, _ = name.partition(" scaled")
     graph = {"gat": "loops_and_copies", "sage": "isolated"}.get(name, "directed")
@@ -106,7 +106,11 @@ ODD = ["tiny", "star", "edgeless"]
 
 
 @tiers.cover(
-    ("cutter", "graph", "shape"), ["metis", "lopsided"], ODD, [(2, 1), (1, 4), (2, 2)]
+    ("cutter", "graph", "shape"),
+    ["metis", "lopsided"],
+    ODD,
+    [(2, 1), (1, 4), (2, 2)],
+    step=3,
 )
 def test_graphs_with_teeth(shape, graph, cutter):
     chunks = min(GRAPHS[graph]().num_nodes, 6)
@@ -382,6 +386,7 @@ def test_a_stage_that_fails_is_heard_of_on_all(where):
     worlds.only(0)  # the meshes of these ranks have heard of a failure
 
 
+@tiers.rare
 @worlds.on(2)
 def test_what_one_stage_runs_into_is_heard_of_on_all():
     for how, told in {

@@ -91,8 +91,7 @@ def test_bytes_are_those_of_the_ledger():
         same_as_ledger(4, grid, "star", "lopsided", "gcn", switches)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("layer", LAYERS)
+@tiers.parametrize("layer", LAYERS, [])
 @pytest.mark.parametrize("cutter", ["random", "metis", "empty_rank", "lopsided"])
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("size", [2, 3, 4, 6, 8])
@@ -154,9 +153,9 @@ UNCOMMON += [
 ]
 
 
-# each model on one grid
+# by default half of the models, on one grid each
 @tiers.parametrize(
-    ("grid", "graph", "cutter", "keep", "halo", "some"), UNCOMMON, slice(0, 16, 5)
+    ("grid", "graph", "cutter", "keep", "halo", "some"), UNCOMMON, slice(5, 16, 10)
 )
 def test_a_model_is_read_as_it_runs(grid, graph, cutter, keep, halo, some):
     data, size = GRAPHS[graph](), math.prod(grid)
@@ -178,7 +177,7 @@ def test_a_model_is_read_as_it_runs(grid, graph, cutter, keep, halo, some):
 def test_a_graph_is_cut_as_for_the_ranks_of_each_grid():
     data, how = GRAPHS["directed"](), {"partition": "grid"}
     plans = pdc.plan(data, WIDTHS, 4, **how)
-    for grid in grids(4):
+    for grid in grids(4)[::3]:
         told = {"train_mask": data.train_mask, "grid": grid}
         owner = cut(data.edge_index, data.num_nodes, 4, "grid", **told)
         want = pdc.plan(data, WIDTHS, 4, partition=owner, grid=grid).best
@@ -197,7 +196,6 @@ def test_what_is_not_counted_is_said():
     for model, words in (
         (chained(pyg.GCNConv(7, 6), pyg.PairNorm()), "sums over nodes of PairNorm"),
         (chained(pyg.MFConv(7, 6)), "rows that MFConv reads by ids"),
-        (chained(pyg.GCNConv(7, 6), pyg.LayerNorm(6)), "sums over nodes of LayerNorm"),
     ):
         plans = planned(model)
         assert words in plans.best.missing
@@ -252,17 +250,17 @@ def test_numbers_are_as_long_as_the_features():
 def test_refusals_have_reasons():
     data = GRAPHS["undirected"]()
     data.x = torch.ones(data.num_nodes, 50)
-    plans = pdc.plan(data, [50, 16, 4], np.int64(4), partition="random")
-    assert len(plans) == len(grids(4))
+    plans = pdc.plan(data, [50, 16, 4], np.int64(2), partition="random")
+    assert len(plans) == len(grids(2))
     with pytest.raises(ValueError, match="q \\* t \\* p"):
         pdc.plan(data, [50, 16, 4], 4, partition="random", algorithm="3d")
     small = plans.best.memory - 1
-    tight = pdc.plan(data, [50, 16, 4], 4, partition="random", memory=small)
+    tight = pdc.plan(data, [50, 16, 4], 2, partition="random", memory=small)
     assert all(p.memory <= small for p in tight)
     assert any("may use" in p.reason for p in tight.refused)
     assert len(tight) + len(tight.refused) == len(plans)
     with pytest.raises(ValueError, match="no plan can be run"):
-        _ = pdc.plan(data, [50, 16, 4], 4, partition="random", memory=1).best
+        _ = pdc.plan(data, [50, 16, 4], 2, partition="random", memory=1).best
 
 
 @pytest.mark.parametrize(
@@ -420,13 +418,13 @@ def test_a_law_gives_the_mean_of_real_graphs(law):
     n, g = 4096, torch.Generator().manual_seed(0)
     uniform = law == "uniform"
     edge_index = torch.randint(n, (2, 8 * n), generator=g) if uniform else rmat(12, 4)
-    owner = torch.randperm(n, generator=torch.Generator().manual_seed(1)) % 8
+    owner = torch.randperm(n, generator=torch.Generator().manual_seed(1)) % 4
     graph = pdc.RandomGraph(n, edge_index.size(1), law)
     pairs = itertools.cycle(itertools.product((True, False), ("rows", "blocks")))
     for order, (keep, halo) in zip([*ORDERS, "auto"], pairs, strict=False):
         how = {"halo": halo, "ordering": MultiplyOrder(order, keep)}
-        mean = pdc.plan(graph, [16, 8, 12], 8, **how)
-        for one in pdc.plan(edge_index, [16, 8, 12], 8, partition=owner, **how):
+        mean = pdc.plan(graph, [16, 8, 12], 4, **how)
+        for one in pdc.plan(edge_index, [16, 8, 12], 4, partition=owner, **how):
             want = mean.of(one.grid).total_bytes
             assert want == pytest.approx(one.total_bytes, rel=0.01), one
 
@@ -491,8 +489,8 @@ def over_a_link(grid, graph, owner, layer, name, order, keep, halo):
 
 CASES = [
     tiers.rarely(1, "undirected", "block", "gcn"),
-    tiers.rarely(2, "directed", "random", "sage"),
-    (3, "loops_and_copies", "empty_rank", "gcn"),
+    (2, "directed", "random", "sage"),
+    tiers.rarely(3, "loops_and_copies", "empty_rank", "gcn"),
     tiers.rarely(4, "directed", "lopsided", "gcn"),
     tiers.rarely(6, "isolated", "random", "sage"),
     tiers.rarely(8, "undirected", "random", "gcn"),

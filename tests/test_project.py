@@ -241,9 +241,8 @@ disable_error_code = abstract, arg-type
 """
 
 
-@pytest.mark.parametrize(
-    "config", [LEFT_OPEN, pytest.param(READ, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("config", [LEFT_OPEN, READ])
 def test_a_strict_script_is_typed(config, tmp_path):
     api = pytest.importorskip("mypy.api")
     ini = tmp_path / "mypy.ini"

@@ -82,7 +82,7 @@ RULES = {
         )
         if case[2] or not case[3]
     ],
-    slice(0, None, 13),
+    slice(0, None, 29),
 )
 def test_device_equals_cpu(
     hetero, rule, timed, latest, disjoint, induced, table, device, monkeypatch

@@ -193,7 +193,7 @@ def layer_price(ranks, data, rank, parts, who, others):
     return Price(words=sums + sent + asked + 2 * edges + 2 * asked)
 
 
-@pytest.mark.parametrize("sample_at", ["owner", "requester"])
+@tiers.parametrize("sample_at", ["owner", "requester"], ["owner"])
 @tiers.parametrize(("size", "c"), MORE, FEW[1::2])
 @worlds.on()
 def test_the_bytes_of_a_layer(size, c, sample_at):

@@ -404,8 +404,8 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("where", ["full", "read-only", "below a file"])
-@pytest.mark.parametrize("size", [1, 2])
+@tiers.parametrize("where", ["full", "read-only", "below a file"], ["full"])
+@tiers.parametrize("size", [1, 2], [2])
 @worlds.on()
 def test_a_disk_that_takes_nothing_is_named_in_one_line(size, disk, where):
     why = {"full": "No space left", "read-only": "Read-only", "below a file": ""}[where]

@@ -86,12 +86,10 @@ def _large():
     return data
 
 
+@tiers.rare
 @pytest.mark.parametrize(
     ("how", "told"),
-    [
-        ("late", r"have not come .*All ranks have to call sha"),
-        tiers.rarely("killed", "signal 9"),
-    ],
+    [("late", r"have not come .*All ranks have to call sha"), ("killed", "signal 9")],
 )
 def test_a_shared_graph_waits_for_no_rank_and_leaves_nothing(how, told):
     folders = [Path("/dev/shm"), Path("/tmp")]
@@ -206,9 +204,8 @@ def _tensors(rows):
 
 
 def test_launch_returns_tensors():
-    for rows in (1, 3000):
-        for result in pdc.launch(_tensors, 2, rows, timeout=120):
-            assert [t[0, 0].item() for t in result] == list(range(40))
+    for result in pdc.launch(_tensors, 2, 3000, timeout=120):
+        assert [t[0, 0].item() for t in result] == list(range(40))
 
 
 def _killed():
@@ -304,6 +301,7 @@ def _preempted(number, who, stages):
     ("number", "who"),
     [signal.SIGTERM, signal.SIGINT],
     [([1], 1), ([0, 1], 1), ([0], 2)],
+    step=3,
 )
 def test_all_ranks_save_at_the_same_step(number, who):
     who, stages = who

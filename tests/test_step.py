@@ -209,7 +209,7 @@ def test_layers_of_a_minibatch_equal_pygs(name, dtype, runs):
     itertools.product(
         ["sage mean", "gcn", "graph", "gat dropout", "gat no loops"], SAMPLES
     ),
-    slice(0, None, 3),
+    slice(0, None, 7),
 )
 def test_trimmed_models_equal_pygs_for_the_seeds(name, kind):
     """Three layers, every kind of sampling; each minibatch twice."""
@@ -291,7 +291,9 @@ class Reads(torch.nn.Module):
 ALL_ROWS = "batch norm", "mean", "late mean", "softmax of rows", "sort", "index", "rev"
 
 
-@pytest.mark.parametrize("what", [*ALL_ROWS, "jump", "residual", "in place"])
+@tiers.parametrize(
+    "what", [*ALL_ROWS, "jump", "residual", "in place"], slice(0, None, 2)
+)
 def test_models_that_read_other_rows_are_not_trimmed(what):
     wanted, ours = pair(Reads(what))
     told = "off: " if what in ALL_ROWS else "on"
@@ -303,7 +305,7 @@ def test_models_that_read_other_rows_are_not_trimmed(what):
 ONE_HOP = "AGNN CG ClusterGCN Edge FiLM GEN GINE GMM LE MF NN PNA RGCN ResGatedGraph"
 
 
-@pytest.mark.parametrize("name", ONE_HOP.split())
+@tiers.parametrize("name", ONE_HOP.split(), slice(0, None, 2))
 def test_layers_of_one_hop_are_trimmed(name):
     """In evaluation, where a batch norm inside of some treats each row alone."""
     build, names = (layers.EXACT | layers.OTHERS)[f"{name}Conv"]
@@ -330,7 +332,7 @@ def hooked():
     return conv
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("layer", "name"),
     [
         (LAYERS["pna-like"], "SAGEConv"),
@@ -339,6 +341,7 @@ def hooked():
         (hooked, "DistGraphConv"),
         (lambda: pyg.GINConv(layers.mlp(WIDTH, 7)), "DistGINConv"),
     ],
+    slice(0, None, 2),
 )
 def test_layers_that_are_not_trimmed_are_named(layer, name):
     """A model of them alone; as its first layer they leave the others to be trimmed."""
@@ -369,7 +372,7 @@ OTHER_ROWS = [
 
 
 @tiers.parametrize(
-    ("late", "read"), itertools.product([True, False], OTHER_ROWS), slice(20)
+    ("late", "read"), itertools.product([True, False], OTHER_ROWS), slice(0, None, 3)
 )
 def test_scripts_that_read_other_rows_get_them(late, read):
     """At once, which switches trimming off; or after passes that have been trimmed."""
@@ -385,7 +388,7 @@ def test_scripts_that_read_other_rows_get_them(late, read):
         assert pdc.nn.trimming_of(ours).startswith("off: ")
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     "read",
     [
         lambda out, n: out[:n],
@@ -402,6 +405,7 @@ def test_scripts_that_read_other_rows_get_them(late, read):
         lambda out, n: torch.cat([out, out * 2], 1).unsqueeze(-1).squeeze(-1)[:n],
         lambda out, n: F.layer_norm(out, (7,))[:n].sum(),
     ],
+    slice(0, None, 2),
 )
 def test_scripts_that_read_seeds_are_trimmed(read):
     wanted, ours = pair(Stack(LAYERS["sage mean"]))
@@ -451,8 +455,7 @@ def test_late_changes_are_seen(change):
         all_close(*found)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("part", ["layer", "model"])
+@tiers.cover(("part", "reentrant"), ["layer", "model"], [False, True])
 def test_checkpointing_switches_trimming_off(part, reentrant):
     """Also where two passes, or two models on one batch, come before one backward."""
 
@@ -739,7 +742,7 @@ FEATURED = {
 }
 
 
-@pytest.mark.parametrize("name", FEATURED)
+@tiers.parametrize("name", FEATURED, ["gat", "gatv2", "transformer"])
 def test_attention_weights_and_features_of_edges(name, runs):
     torch.manual_seed(1)
     wanted, ours = pair(FEATURED[name]().double())
@@ -906,8 +909,7 @@ def state_of(model):
     return [*grads, *model.buffers(), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
+@tiers.cover(("kind", "training"), [*KINDS], [True, False])
 def test_a_first_pass_is_as_a_later_one(kind, training):
     batch, found = a_larger_batch(), []
     for passes in (0, 1, 3):

@@ -109,12 +109,13 @@ class Two(torch.nn.Module):
         return self.two(self.one(x, edge_index).relu(), edge_index)
 
 
-@pytest.mark.parametrize(
+@tiers.parametrize(
     ("lifted", "aggr"),
     [
         *((False, aggr) for aggr in ("sum", "mean", "max", "min", "cat", None)),
         *((True, aggr) for aggr in ("sum", "mean", "max", "min")),
     ],
+    slice(0, None, 2),
 )
 def test_relations_are_trimmed(lifted, aggr, rows):
     """Those of HeteroConv, and of `to_hetero`."""
@@ -156,8 +157,7 @@ READ = {
 }
 
 
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("name", [*REDUCED, *READ])
+@tiers.cover(("name", "late"), [*REDUCED, *READ], [False, True])
 def test_only_reductions_of_stacks_are_trimmed(name, late):
     """Other reads of a stack get all rows, also after passes that have been trimmed."""
     read = (REDUCED | READ)[name]
