@@ -99,6 +99,7 @@ def test_the_image_installs_extras_that_there_are():
         assert re.search(rf"^{extra} = \[", project, re.M)
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_alone(tmp_path, monkeypatch, capsys):
     where = ROOT / "examples" / "elastic.py"
     spec = importlib.util.spec_from_file_location("elastic", where)

@@ -7,6 +7,7 @@ import re
 import signal
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,15 @@ def test_a_wait_raises_what_another_rank_reported():
     own = r"(?s)rank 1 waited 0 s for halo.*LookupError: no such row"
     with pytest.raises(RankError, match=own):
         collectives._wait_in_slices(_Stuck(), "halo", there)
+
+
+def test_a_thread_is_refused_while_another_waits():
+    watch = FailureMonitor(StoreMailbox(dist.HashStore()), 0, 1, deadline=9.0)
+    threads = failure.Threads()
+    with threads.waiting(), ThreadPoolExecutor(1) as other:
+        with pytest.raises(ValueError, match="from one thread at a time"):
+            other.submit(threads.enter, watch).result(60)
+        threads.enter(watch)  # this one may go on
 
 
 def test_a_rank_that_failed_in_another_thread_says_so(monkeypatch):

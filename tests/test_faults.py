@@ -1,23 +1,9 @@
-"""The campaign of faults as tests: all of it by `pytest -m faults`, a few by default."""
+"""The campaign of faults as tests, by `pytest -m faults`."""
 
 import sys
 
 import faults
 import pytest
-
-BY_DEFAULT = {"training from two threads"}
-
-
-def chosen():
-    """Returns all cases, those that do not run by default with a mark."""
-    return [
-        pytest.param(
-            case,
-            id=case.name,
-            marks=() if case.name in BY_DEFAULT else pytest.mark.faults,
-        )
-        for case in faults.cases()
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +15,8 @@ def campaign():
     found.nursery.close()
 
 
-@pytest.mark.parametrize("case", chosen())
+@pytest.mark.faults
+@pytest.mark.parametrize("case", faults.cases(), ids=lambda case: case.name)
 def test_ranks_end_well(campaign, case):
     outcome = campaign.run(case)
     said = "\n".join(f"--- rank {r} ---\n{text}" for r, text in enumerate(outcome.said))
@@ -39,4 +26,3 @@ def test_ranks_end_well(campaign, case):
 def test_there_are_as_many_cases_as_promised():
     names = [case.name for case in faults.cases()]
     assert len(names) == len(set(names)) >= 250
-    assert set(names) >= BY_DEFAULT

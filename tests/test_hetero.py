@@ -209,7 +209,7 @@ def test_training_on_a_second_device():
         equal(kind, option, "random", "converted", None, "spare")
 
 
-@tiers.parametrize("kind", ["sage", "gat", "to_hetero", "hgt", "han"], ["to_hetero"])
+@tiers.parametrize("kind", ["sage", "gat", "to_hetero", "hgt", "han"], [])
 def test_layers_of_this_package_need_no_conversion(kind):
     option = {"hgt": 16, "han": 8}.get(kind, "sum")
     worlds.run(equal, 2, kind, option, "metis", "swapped")

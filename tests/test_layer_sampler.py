@@ -315,7 +315,7 @@ UNBIASED += [("debiased", False, *case[2:]) for case in UNBIASED]
 def test_unbiased_estimates(weights, replace, rule, keep):
     options = {"weights": weights, "replace": replace, "keep_batch": keep}
     for s in (2, 3):
-        found, wanted = estimates(small(), RULES[rule], s, 4000, **options)
+        found, wanted = estimates(small(), RULES[rule], s, 2000, **options)
         spread = found.std(0) / len(found) ** 0.5
         z_scores = (found.mean(0) - wanted) / spread.clamp(min=1e-12)
         assert float(z_scores.abs().max()) < 4.5

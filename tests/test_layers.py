@@ -111,10 +111,10 @@ def exact(name, graph, cutter, grid=None, memory=None, place="cpu"):
     _in_doubles(parity, build, names, graph, cutter, HaloConv, grid, memory, place)
 
 
-# every second layer, on graphs, cutters and ranks that go round
+# the last case of each layer, on graphs, cutters and ranks that go round
 SOME = [
     (name, FOUR[k % 4], CUTTERS[(k + k // 4) % 4], (2, 3, 2)[k % 3])
-    for k, name in enumerate([*EXACT][1::2])
+    for k, name in enumerate({name.split()[0]: name for name in EXACT}.values())
 ]
 
 

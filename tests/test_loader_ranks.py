@@ -54,7 +54,7 @@ def contents(batch):
 # Dealing, cut or not, resumed ----------------------------------------------------------
 
 
-ON_2, ON_3 = "shadow classes links".split(), "clusters types".split()
+ON_2, ON_3 = ("shadow", "links"), ("types",)
 
 
 @tiers.parametrize(

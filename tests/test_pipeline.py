@@ -41,7 +41,7 @@ def _share(graph="directed"):
 ODD = ["directed", "loops_and_copies", "isolated", "star"]
 
 
-@tiers.cover(("name", "graph"), [*STACKS, *SINGLE], ODD, step=2)
+@tiers.cover(("name", "graph"), [*STACKS, *SINGLE], ODD, step=3)
 def test_one_chunk_is_the_full_graph(name, graph):
     data, share, mesh = _share(graph)
     stack = stack_of(name)
@@ -331,7 +331,7 @@ def test_bytes_are_foretold_whatever_the_link(stack, link):
         assert bool(out.isfinite().all())
 
 
-@tiers.parametrize("recompute", [True, False], [True])
+@tiers.parametrize("recompute", [True, False], [])
 def test_late_rows_of_frozen_weights_become_exact(recompute):
     how = {"epochs": 9, "lr": 0.0, "chunks": 1, "recompute": recompute}
     run = functools.partial(train, **how)

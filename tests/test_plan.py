@@ -86,7 +86,7 @@ def same_as_ledger(size, grid, graph, cutter, layer, switches):
 
 def test_bytes_are_those_of_the_ledger():
     """The planner's sums; that each product costs its price, test_products.py proves."""
-    for number, grid in enumerate([(2, 2, 1), (2, 1, 2), (1, 2, 2)]):
+    for number, grid in enumerate([(2, 2, 1), (1, 2, 2)]):
         switches = SWITCHES[number + 4 :: 12]
         same_as_ledger(4, grid, "star", "lopsided", "gcn", switches)
 

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -271,6 +272,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
 
+@cache
 def functions(path):
     found = ast.parse(path.read_text()).body
     return {node.name for node in found if isinstance(node, ast.FunctionDef)}
