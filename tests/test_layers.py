@@ -283,7 +283,10 @@ def propagated(build):
 
 
 @tiers.cover(
-    ("grid", "name"), [(2, 1, 1), (3, 1, 1), (1, 1, 1), (2, 2, 1)], [*REWRITTEN]
+    ("grid", "name"),
+    [(2, 1, 1), (3, 1, 1), (1, 1, 1), (2, 2, 1)],
+    [*REWRITTEN],
+    step=3,
 )
 @worlds.on()
 def test_layers_that_are_rewritten(name, grid):

@@ -55,7 +55,7 @@ def test_ranks_compare_pieces_of_what_is_long(monkeypatch, shape):
         assert consistency.sampled_digest(other) != mark
 
 
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@tiers.parametrize("size", [1, 2, 3], [3])
 def test_a_folder_is_the_graph_and_reports_alike(tmp_path, size):
     data = GRAPHS["directed"]()
     owners = cut(data.edge_index, 60, size, "ldg", train_mask=data.train_mask)
@@ -114,7 +114,7 @@ def test_cached_operators_follow_their_weights(grid):
         ["metis", "random", "grid"],
         [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
     ),
-    [("metis", (3, 1, 1)), ("grid", (2, 2, 1))],
+    [("grid", (2, 2, 1))],
 )
 @worlds.on()
 def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
