@@ -116,7 +116,7 @@ DRAWN = [Quantise(1, "stochastic"), ColumnMask(2.5, "epoch", scaled=True)]
 @tiers.parametrize("codec", UNBIASED, DRAWN, ids=str)
 @tiers.parametrize("scale", [1e-8, 1.0, 1e4], [1.0])
 def test_unbiased_both_ways_within_four_standard_errors(codec, scale):
-    m, f, draws = 6, 24, 400
+    m, f, draws = 6, 24, 600
     x, gid = rows(torch.float64, scale, m, f), torch.arange(m) * 3
     x[0] = 2.5 * scale
     x[1, 3:] = 0.0
