@@ -219,7 +219,7 @@ def _differing_seeds(data):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out = conv(data.x, data.edge_index) * scale.exp()
-        out = two[1](two[0](out))
+        out = two[1](two[0](out)) @ torch.sparse.mm(torch.eye(4).to_sparse(), base)
         for factor in factors:
             out = out @ (base * factor.exp().sum(0).expand(4, 4))
         out.square().mean().backward()

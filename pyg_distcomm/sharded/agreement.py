@@ -260,9 +260,12 @@ def _compare_computed(x: Tensor, mesh: Mesh) -> None:
                 with contextlib.suppress(RuntimeError):  # freed, or computed again
                     values += tree_leaves(getattr(node, name))
     for value in values:
-        if type(value) in _PLAIN:  # each number once, where it is expanded
-            once = tuple([slice(None if step else 1) for step in value.stride()])
-            comparer_of(mesh).sync_from_rank0(value.data[once])
+        if type(value) in _PLAIN:
+            own = value.data if value.layout != torch.sparse_coo else value._values()
+            own = own if own.layout == torch.strided else own.values()
+            # each number once, where it is expanded
+            once = tuple([slice(None if step else 1) for step in own.stride()])
+            comparer_of(mesh).sync_from_rank0(own[once])
 
 
 def _note_wrapper(wrapper: Any, mesh: Mesh) -> None:
