@@ -1,6 +1,7 @@
 """What is kept of constant structure is what torch computes, whatever is done to it."""
 
 import copy
+import gc
 
 import alike
 import pytest
@@ -132,6 +133,32 @@ def test_what_is_kept_of_rows_and_parameters_is_bounded(size):
     }
     assert max(sizes.values()) <= 64, sizes
     assert len(mesh.sharded.get("facts", ())) < 20
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@worlds.on()
+def test_edges_that_come_once_make_room_and_others_are_planned_once(size):
+    mesh, g = worlds.mesh(fresh=True), torch.Generator().manual_seed(0)
+    ends = torch.randint(0, 40, (2, 200), generator=g)
+    data = Data(x=torch.randn(40, 4, generator=g), edge_index=ends)
+    share, conv = pdc.partition(data, mesh, torch.arange(40) % size), pyg.GATConv(4, 4)
+
+    def run(times):
+        """Runs on new edges; returns how many tensors are left behind."""
+        for _ in range(times):
+            mask = torch.rand(200, generator=g) < 0.7
+            out = conv(share.x, share.edge_index[:, mask])
+            alike.same(out.full_tensor(), conv(data.x, ends[:, mask]), 1e-5)
+        gc.collect()
+        return sum(type(x) is torch.Tensor for x in gc.get_objects())
+
+    assert run(12) + 20 > run(12)
+    masks = torch.rand(12, 200, generator=g) < 0.7
+    for _ in range(3):  # known again in the second, and kept then
+        mesh.ledger.reset()
+        for mask in masks:
+            conv(share.x, share.edge_index[:, mask.clone()])
+    assert not mesh.ledger.bytes("plan")
 
 
 # where no edge ends at nodes of the last rank, and one may have none

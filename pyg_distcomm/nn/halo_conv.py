@@ -72,7 +72,7 @@ from pyg_distcomm.nn.message_forms import (
     with_attributes,
 )
 from pyg_distcomm.sharded.agreement import compare_weights
-from pyg_distcomm.sharded.constants import kept_with, key_of
+from pyg_distcomm.sharded.constants import constants_of, kept_with, key_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, Placed
 from pyg_distcomm.sharded.edges import DistEdgeIndex, attribute
 from pyg_distcomm.sharded.ids import Ids, ids_of
@@ -198,8 +198,8 @@ def planned(edge_index: Any) -> Topology | None:
     nodes = rows.nodes
     if number is None or edge_index.dim() != 2 or nodes is None:
         return None
-    kept = nodes.derived.setdefault("edges", {})
-    if number not in kept and len(kept) < _MOST:
+
+    def make() -> Topology | None:
         local, partition = edge_index.local, nodes.partition
         away = 1
         there = not local.numel() or int(local.max()) < nodes.count
@@ -209,8 +209,13 @@ def planned(edge_index: Any) -> Topology | None:
         both = torch.tensor([away, local.size(1)])
         away, count = collectives.all_reduce(both, nodes.mesh.world).tolist()
         fits = not away and 4 * count >= nodes.count
-        made = DistEdgeIndex.build(local, nodes, rows)._topology if fits else None
-        kept[number] = made
+        return DistEdgeIndex.build(local, nodes, rows)._topology if fits else None
+
+    kept = nodes.derived.setdefault("edges", {})
+    if number not in kept and not constants_of(nodes.mesh).may_last(number):
+        return kept_with(edge_index, "planned", make)  # type: ignore[no-any-return]
+    if number not in kept and len(kept) < _MOST:
+        kept[number] = make()
     return kept.get(number)  # type: ignore[no-any-return]
 
 

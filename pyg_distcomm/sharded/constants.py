@@ -8,18 +8,20 @@ finds the very ids of the first one, with the exchange that was planned for them
 
 What an op writes to loses its key, by torch's own version counter, as do its views, unless
 what is written is constant, too. What is kept is handed out as a copy. The cache is the
-mesh's, and keeps the latest results.
+mesh's, and keeps the latest results. What follows from a plain operand that was met once, as
+the mask of `dropout_edge`, is kept until some later ones were met: it may never come again.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pyg_distcomm.comm.mesh import Mesh
 from pyg_distcomm.comm.rows import Latest
@@ -32,6 +34,7 @@ _KEPT_MADE = 128  # what is made of lists of ids, and of masks
 _KEPT_WITH = 16  # of one tensor that is no constant
 _NUMBERED = 1 << 14  # descriptions
 _KEPT_PLAIN = 32  # plain operands
+_KEPT_ONCE = 8  # plain operands that were met once, with what follows from them
 
 
 class ByContent:
@@ -110,13 +113,29 @@ class Constants:
         self.results = Latest(_KEPT)  # by number
         self.made = Latest(_KEPT_MADE)  # by kind and number; see `kept_with`
         self.writes: Any = WeakTensorKeyDictionary()  # to rows, by their version before
+        # plain operands that were met once, by number, with numbers of what follows
+        self._once: OrderedDict[int, tuple[TensorWeakRef, list[int]]] = OrderedDict()
+        self._origin: dict[int, int] = {}  # the latest of them, by what follows
 
-    def number_of(self, what: Any) -> int:
-        """Returns the number of a description, always the same one."""
+    def number_of(self, what: Any, *operands: int) -> int:
+        """Returns the number of a description, always the same one.
+
+        Args:
+            what: the description.
+            operands: the numbers of what it is computed from.
+        """
         found: int | None = self._numbers.get(what)
         if found is None:
             found = self._numbers[what] = self.next_number()
+            origin = max((self._origin.get(n, 0) for n in operands), default=0)
+            if origin:
+                self._origin[found] = origin
+                self._once[origin][1].append(found)
         return found
+
+    def may_last(self, number: int) -> bool:
+        """Tells whether nothing that was met only once is behind a number."""
+        return number not in self._origin
 
     def next_number(self) -> int:
         """Returns a number that no value has had: that of a value that nothing describes."""
@@ -130,8 +149,23 @@ class Constants:
         """Returns the number of a plain tensor, known by its content."""
         number: int | None = self._plain.get(x)
         if number is None:
-            return self._plain.put(x, self.next_number())  # type: ignore[no-any-return]
+            number = self._plain.put(x, self.next_number())
+            self._once[number] = TensorWeakRef(x), [number]
+            self._origin[number] = number
+            if len(self._once) > _KEPT_ONCE:
+                self._forget(next(iter(self._once)))
+        elif number in self._once and self._once[number][0]() is not x:
+            for each in self._once.pop(number)[1]:  # another of the same content
+                del self._origin[each]
         return number
+
+    def _forget(self, origin: int) -> None:
+        """Drops what follows from a plain operand, until it is met again."""
+        for number in self._once.pop(origin)[1]:
+            del self._origin[number]
+            self.results.pop(number, None)
+            for key in [key for key in self.made if key[1] == number]:
+                del self.made[key]
 
 
 def constants_of(mesh: Mesh) -> Constants:
@@ -159,7 +193,8 @@ def key_of(x: DistTensor) -> int | None:
         write = known.writes.get(_counted(x), {}).get(x._key_version)
         if write is None:
             return None
-        x._key, x._key_version = known.number_of((x._key, write)), x._key_version + 1
+        number = known.number_of((x._key, write), x._key, write)
+        x._key, x._key_version = number, x._key_version + 1
     return x._key
 
 
@@ -190,19 +225,22 @@ class _NotConstant(Exception):
     pass
 
 
-def _described(value: Any, known: Constants) -> Any:
+def _described(value: Any, known: Constants, numbers: list[int]) -> Any:
+    """Describes an operand, and adds the numbers of constants in it."""
     if isinstance(value, Tensor):
         if type(value) is DistTensor:
             key = key_of(value)
             if key is None:
                 raise _NotConstant
+            numbers.append(key)
             edges: Any = value._topology or value._flipped
             return key if edges is None else (key, id(edges.link))  # a flip's, too
         if type(value) is not Tensor or not is_structure(value):
             raise _NotConstant
-        return known.number_of_plain(value)
+        numbers.append(known.number_of_plain(value))
+        return numbers[-1]
     if isinstance(value, (list, tuple)):
-        return tuple(_described(v, known) for v in value)
+        return tuple(_described(v, known, numbers) for v in value)
     if isinstance(value, (bool, int, float, complex)):
         return type(value), repr(value)  # 1 == 1.0, and 0.0 == -0.0
     return value
@@ -210,9 +248,10 @@ def _described(value: Any, known: Constants) -> Any:
 
 def description(func: Any, args: Any, kwargs: Any, known: Constants) -> int | None:
     """Returns the number of an op on constants; None if an operand is none."""
+    numbers: list[int] = []
     try:
-        parts = _described(args, known), _described(tuple(kwargs.items()), known)
-        return known.number_of((func, *parts))
+        parts = _described((args, tuple(kwargs.items())), known, numbers)
+        return known.number_of((func, *parts), *numbers)
     except (_NotConstant, TypeError):
         return None
 
@@ -263,7 +302,8 @@ def _number(
     """Gives the results of an op on constants their keys, at a version, or at their own."""
     for i, part in enumerate(parts):
         if type(part) is DistTensor:
-            part._key = number if len(parts) == 1 else known.number_of((number, i))
+            key = known.number_of((number, i), number) if len(parts) > 1 else number
+            part._key = key
             part._key_version = version_of(part) if version is None else version
 
 

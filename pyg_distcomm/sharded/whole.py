@@ -78,7 +78,7 @@ def _rows_of(x: DistTensor, name: str) -> Tensor:
     if key is None:
         return all_rows(x, name)
     known = constants_of(x.rows.mesh)
-    number = known.number_of(("all rows", key))
+    number = known.number_of(("all rows", key), key)
     if number not in known.results:
         known.results[number] = all_rows(x, name)
     return known.results[number].clone()  # type: ignore[no-any-return]
