@@ -80,7 +80,8 @@ def jit(loop: Loop) -> Loop:
     If Numba finds no folder that it can write to, or other users can write to that folder,
     the loop is kept in memory only.
     """
-    compiled: Any = njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(loop)
+    make: Any = njit  # which does not say that it takes `no_cfunc_wrapper`
+    compiled = make(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(loop)
     compiled.compile = partial(_compile_in_thread, compiled, compiled.compile)
     try:
         cache = KernelCache(loop)
