@@ -42,7 +42,7 @@ def check_induced(data, batch):
         assert torch.equal(e_id.sort().values, inside.nonzero().view(-1))
         assert torch.equal(found.edge_attr, given.edge_attr[e_id])
     for whole, found in zip(data.node_stores, batch.node_stores, strict=True):
-        for name in {"x", "y"} & set(whole.keys()):
+        for name in {"x", "y", "batch"} & set(whole.keys()):
             assert torch.equal(found[name], whole[name][found.n_id])
 
 
@@ -54,6 +54,7 @@ def check_induced(data, batch):
 )
 def test_random_parts_cover_the_nodes(make, sizes):
     data = make()
+    data.node_stores[0].batch = data.node_stores[0].x[:, 0] > 0  # as of a Batch
     loader = made(RandomNodeLoader, 7, shuffle=True, seed=1)(data)
     epochs = [list(loader) for _ in range(2)]
     for batches in epochs:

@@ -17,6 +17,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.index import index2ptr
 from torch_geometric.loader import ClusterData as PyGClusterData
 from torch_geometric.loader.cluster import Partition as PyGPartition
+from torch_geometric.loader.utils import filter_data, filter_hetero_data
 from torch_geometric.sampler import NodeSamplerInput
 from torch_geometric.utils import sort_edge_index
 from tqdm import tqdm
@@ -39,10 +40,6 @@ from pyg_distcomm.sampling.neighbor_sampler import TypedSeeds
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
-# attributes that neighbour loaders set, and PyG's subgraph loaders do not
-_SEED_ATTRIBUTES = (
-    "batch num_sampled_nodes num_sampled_edges input_id seed_time batch_size".split()
-)
 # arguments of neighbour loaders that do not apply
 _REFUSED = ("neighbor_sampler", "input_nodes", "input_time")
 
@@ -132,11 +129,17 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
             out.num_sampled_nodes = {k: [len(v)] for k, v in out.node.items()}
         return out
 
-    def postprocess(self, data: Any, padding: bool | None) -> Any:
-        for store in data.stores:
-            for name in _SEED_ATTRIBUTES:
-                store.pop(name, None)
-        return super().postprocess(data, padding)
+    def pyg_filter_fn(self, out: Any) -> Any:
+        """Filters the data as PyG does; sets no attributes of seeds, which it may have."""
+        typed = isinstance(self.data, HeteroData)
+        cut = filter_hetero_data if typed else filter_data
+        data: Any = cut(self.data, out.node, out.row, out.col, out.edge)
+        for name, ids in (("n_id", out.node), ("e_id", out.edge)):
+            for key, part in ids.items() if typed else [(None, ids)]:
+                store = data if key is None else data[key]
+                if name not in store:
+                    store[name] = part
+        return data
 
 
 class RandomNodeLoader(SubgraphLoading[Graph]):
@@ -421,19 +424,21 @@ class ShaDowKHopSampler(SubgraphLoading[Data]):
         out.node, out.batch = out.node[order], out.batch[order]
         return super()._arrange(out)
 
+    def pyg_filter_fn(self, out: Any) -> Any:
+        """Filters the data, and tells the subgraphs apart."""
+        data, count = super().pyg_filter_fn(out), len(out.metadata[0])
+        data.batch = out.batch
+        data.ptr = offsets(torch.bincount(out.batch, minlength=count))
+        return data
+
     def postprocess(self, data: Any, padding: bool | None) -> Any:
-        tree, roots = data.batch, int(data.batch_size)
-        ptr = offsets(torch.bincount(tree, minlength=roots))
-        y = data.get("y")
-        if isinstance(y, Tensor) and y.dim() and len(y) == len(tree):
-            data.y = y[ptr[:-1]]
-        for name in _SEED_ATTRIBUTES:
-            data.pop(name, None)
-        batch = Batch(batch=tree, ptr=ptr)
+        batch, y = Batch(), data.get("y")
         for name, value in data.to_dict().items():
             batch[name] = value
-        batch.root_n_id = ptr[:-1].clone()
-        return DistNeighborLoader.postprocess(self, batch, padding)
+        batch.root_n_id = data.ptr[:-1].clone()
+        if isinstance(y, Tensor) and y.dim() and len(y) == len(data.batch):
+            batch.y = y[batch.root_n_id]
+        return super().postprocess(batch, padding)
 
 
 _NORMS, _STEP = 0x6E6F726D, 0x57E9
