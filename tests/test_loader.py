@@ -280,6 +280,8 @@ def test_calls_draw_anew_but_repeat_from_a_seed():
     same(two([0, 1, 2]), first)
     same(two(torch.tensor([0, 1, 2])), second)
     check(one.data, first, (3, 2))
+    for pair in pdc.loader.ZipLoader([one, links()], batch_size=7, num_workers=1):
+        assert [type(batch) for batch in pair] == [Data, Data]
 
 
 # What scripts may do --------------------------------------------------------------------

@@ -317,7 +317,9 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         if not self.filter_per_worker:
             return out
         batch = self.filter_fn(out)
-        apart = get_worker_info() is not None and not self.overrides_collate
+        # only of this loader: a worker of PyG's ZipLoader sends on to the script what it gets
+        own = isinstance(index, PlannedBatch) and not self.overrides_collate
+        apart = own and get_worker_info() is not None
         return WorkerBatch.pack(batch) if apart else batch
 
     def filter_fn(self, out: Any) -> Any:
