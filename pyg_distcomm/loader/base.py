@@ -324,14 +324,10 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
     def filter_fn(self, out: Any) -> Any:
         """Collates a sampler's output with its features, marks padding, and transforms."""
+        padding = getattr(out, "padding", None)
         if self.transform_sampler_output is not None:
-            padding = getattr(out, "padding", None)
             out = self.transform_sampler_output(out)
-            if padding is not None:
-                out.padding = padding
-        return self.postprocess(
-            Batcher(self).collate(out), getattr(out, "padding", None)
-        )
+        return self.postprocess(Batcher(self).collate(out), padding)
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """Calls PyG's own `filter_fn`."""

@@ -131,14 +131,13 @@ class SubgraphLoading(DistNeighborLoader[Graph]):
 
     def pyg_filter_fn(self, out: Any) -> Any:
         """Filters the data as PyG does; sets no attributes of seeds, which it may have."""
-        typed = isinstance(self.data, HeteroData)
-        cut = filter_hetero_data if typed else filter_data
+        cut = filter_hetero_data if isinstance(out.node, dict) else filter_data
         data: Any = cut(self.data, out.node, out.row, out.col, out.edge)
-        for name, ids in (("n_id", out.node), ("e_id", out.edge)):
-            for key, part in ids.items() if typed else [(None, ids)]:
-                store = data if key is None else data[key]
-                if name not in store:
-                    store[name] = part
+        for store in data.stores:
+            for name, ids in (("n_id", out.node), ("e_id", out.edge)):
+                part = ids.get(store._key) if isinstance(ids, dict) else ids
+                if part is not None:
+                    store.setdefault(name, part)
         return data
 
 
@@ -432,9 +431,7 @@ class ShaDowKHopSampler(SubgraphLoading[Data]):
         return data
 
     def postprocess(self, data: Any, padding: bool | None) -> Any:
-        batch, y = Batch(), data.get("y")
-        for name, value in data.to_dict().items():
-            batch[name] = value
+        batch, y = Batch(**data.to_dict()), data.get("y")
         batch.root_n_id = data.ptr[:-1].clone()
         if isinstance(y, Tensor) and y.dim() and len(y) == len(data.batch):
             batch.y = y[batch.root_n_id]
