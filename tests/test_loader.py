@@ -188,6 +188,9 @@ def test_edges_that_do_not_fit_or_are_missing_are_refused_by_type(ptr):
     with pytest.raises(ValueError, match=r"\('a', 'to', 'a'\): got . offsets"):
         nodes((features, edges), input_nodes=("a", torch.arange(4)))
     data = hetero()
+    data["author", "edits", "paper"].edge_index = data[WRITES].edge_index
+    with pytest.raises(ValueError, match="got .'author', 'paper'"):  # one of two types
+        links(data, edge_label_index=("author", "paper"))
     data[WRITES].edge_indices = data[WRITES].pop("edge_index")
     with pytest.raises(ValueError, match="and no edges"):
         nodes(data, input_nodes=("paper", torch.arange(4)))

@@ -283,7 +283,7 @@ def named_links(data: Data | HeteroData, links: Any) -> tuple[Any, Any]:
     name, ends = (links, None) if single or not typed else links
     name = tuple(name) if isinstance(name, list) else name
     known = [t for t in data.edge_types if name in (t, (t[0], t[2]))]
-    if not typed or (ends is None and not known):
+    if not typed or len(known) > 1 or (ends is None and not known):
         raise ValueError(
             "edge_label_index of a HeteroData is an edge type, or a pair of one and "
             f"edges [2, k]; the types are {data.edge_types}, got "

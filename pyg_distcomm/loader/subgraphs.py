@@ -161,7 +161,7 @@ class RandomNodeLoader(SubgraphLoading[Graph]):
 
     def __init__(self, data: Graph, num_parts: int, **kwargs: Any) -> None:
         with on_all_ranks(ranks_of(data)):
-            if not isinstance(num_parts, int):
+            if not isinstance(num_parts, Integral):
                 raise TypeError(f"num_parts must be a whole number, got {num_parts!r}")
             if num_parts < 1:
                 raise ValueError(f"num_parts must be at least 1, got {num_parts}")
