@@ -6,6 +6,7 @@ import itertools
 import math
 
 import alike
+import numpy as np
 import places
 import pytest
 import tiers
@@ -83,9 +84,7 @@ LOCAL = {
     "softmax over a stack": lambda x: (
         torch.stack([x, x**2]).softmax(dim=0) * torch.stack([x.sin(), x])
     ).sum(0),
-    "softmax of rows of a stack": lambda x: torch.log_softmax(torch.stack([x, -x]), 1)[
-        0
-    ],
+    "softmax of rows of a stack": lambda x: torch.stack([x, -x]).log_softmax(1)[0],
     "normalize a stack": lambda x: F.normalize(torch.stack([x, x**2]), dim=-1).sum(0),
     "spread of stacks": lambda x: torch.stack([x, x**2, x.tanh()]).std(0),
     "variances of stacks": lambda x: torch.stack([x, x**2]).var(0).mean(),
@@ -186,9 +185,7 @@ DECOMPOSED = {
     "column_stack": lambda x: torch.column_stack([x[:, 0], x]),
     "repeat": lambda x: x.repeat(2, 3),
     "repeat both": lambda x: x.repeat_interleave(2, 1).repeat_interleave(2, 0),
-    "repeat by numbers": lambda x: x.repeat_interleave(
-        torch.arange(50, device=x.device) % 3, 0
-    ),
+    "repeat by numbers": lambda x: x.repeat_interleave(counted(x, 50).long() % 3, 0),
     "movedim": lambda x: x.view(-1, 7, 1).movedim(1, 2),
     "outer": lambda x: torch.outer(x[:, 0], x[:, 1]),
     "outer with columns": lambda x: torch.outer(x[:, 0], ones(x, 2)),
@@ -218,6 +215,7 @@ DECOMPOSED = {
     "stacks cut anew": lambda x: torch.stack([x, -x, x]).view(2, 75, 7),
     "all in one, by a mask": lambda x: x[None][(other(x)[:, 0] > 0)[None]],
     "one row": lambda x: x.select(0, 3),
+    "one row written": lambda x: _written(_written(x * 1, ids(x, 5)[0]), np.int64(9)),
     "rows in one": lambda x: x.unsqueeze(0).expand(2, -1, -1) + x[None],
     "one number": lambda x: x[3, 2],
     "rows one by one": lambda x: sum(row * k for k, row in enumerate(x)),

@@ -36,7 +36,7 @@ from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.part_share import PartShare, ends_of
 from pyg_distcomm.partition.partition import Partition, PartitionReport
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows, local_at
-from pyg_distcomm.sharded.edges import DistEdgeIndex, rows_of_edges
+from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 # Batches and events ------------------------------------------------------------------
 
@@ -269,9 +269,8 @@ def assemble(
             first = [[types.ranges("node")[name][0]] for name in (source, target)]
             gid, ends = gid[places[kind]] - begin, ends[:, places[kind]]
             ends = ends - torch.tensor(first, device=ends.device)
-        edges = Rows(gid, end - begin, mesh, None)
-        if source == target:
-            edges = rows_of_edges(gid, end - begin, nodes[target])
+        of_nodes = nodes[target] if source == target else None
+        edges = Rows(gid, end - begin, mesh, None, nodes=of_nodes)
         how: Any = {"oblivious": oblivious, "sources": nodes[source]}
         made = DistEdgeIndex.build(ends, nodes[target], edges, **how)
         if share.edge_hash is not None and not types.typed:

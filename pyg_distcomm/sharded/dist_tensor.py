@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -263,8 +264,11 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
     def __setitem__(self, key: Any, value: Any) -> None:
         """Writes to rows, also to one row and to every k-th, which torch takes as views."""
         first, *rest = key if isinstance(key, tuple) else (key,)
-        if self.dim_ == 0 and isinstance(first, int) and not isinstance(first, bool):
-            key = (torch.tensor([first]), *rest)
+        if isinstance(first, Integral):  # Python's, and NumPy's
+            first = torch.as_tensor(first)
+        one = isinstance(first, Tensor) and first.dim() == 0
+        if self.dim_ == 0 and one and first.dtype not in (torch.bool, torch.uint8):
+            key = (first.view(1), *rest)
         elif self.dim_ == 0 and isinstance(first, slice) and (first.step or 1) != 1:
             key = (torch.arange(self.size(0))[first], *rest)
         both = type(key) is DistTensor and type(value) is DistTensor

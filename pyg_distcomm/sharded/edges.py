@@ -191,11 +191,6 @@ def note_space(rows: Rows) -> None:
     rows.mesh.sharded.setdefault("spaces", {})[rows.count] = rows
 
 
-def rows_of_edges(gid: Tensor, total: int, nodes: Rows) -> Rows:
-    """Returns the rows of edges with given positions in the whole edge_index."""
-    return Rows(gid, total, nodes.mesh, None, nodes=nodes)
-
-
 aten = torch.ops.aten
 
 
@@ -424,9 +419,8 @@ def _in_order(adj: DistAdjacency) -> tuple[Rows, Tensor | None, Tensor]:
     moved = torch.tensor([int(not torch.equal(place, edges.place))])
     found: Any = (edges, None, start)
     if int(collectives.all_reduce(moved, edges.mesh.world)):
-        rows = rows_of_edges(place, edges.count, topology.nodes)
-        if topology.sources is not None:
-            rows = Rows(place, edges.count, edges.mesh, None)
+        of_nodes = topology.nodes if topology.sources is None else None
+        rows = Rows(place, edges.count, edges.mesh, None, nodes=of_nodes)
         found = (rows, order.to(adj.device), start)
     known["csr"] = found
     return found  # type: ignore[no-any-return]
