@@ -16,6 +16,7 @@ import torch_geometric.nn as pyg
 import worlds
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch_geometric import Index
 from torch_geometric.nn import HeteroLinear
 
 import pyg_distcomm as pdc
@@ -199,6 +200,7 @@ DECOMPOSED = {
     "einsum of rows": lambda x: torch.einsum("nhf,nkf->hk", x[:, None], x[:, None] + 1),
     "einsum to rows": lambda x: torch.einsum("nf,fk->nk", x, counted(x, 7, 2)),
     "ids": lambda x: x[ids(x, 3, 0, 49, 3, 17, -1, 20)],
+    "ids of PyG": lambda x: x[Index(x.argmax(1), dim_size=50)],
     "pairs": lambda x: x[:9][ids(x, 3, 0, 3)] * x[10::3][ids(x, 4, 1, 2)],
     "index_fill": lambda x: x.index_fill(0, ids(x, 3, 49), 2.0),
     "index_put": lambda x: torch.index_put(x, (ids(x, 7),), ones(x, 1, 7)),

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex, Index
 from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 
 from pyg_distcomm.comm import collectives
@@ -35,8 +36,11 @@ from pyg_distcomm.kernels.memory import MemoryCap
 from pyg_distcomm.ops.csr import coo_of
 from pyg_distcomm.partition.part_share import PartShare, ends_of
 from pyg_distcomm.partition.partition import Partition, PartitionReport
+from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows, local_at
 from pyg_distcomm.sharded.edges import DistEdgeIndex
+
+PROCESS.rules["wraps"] |= {EdgeIndex, Index}  # which unwrap the rows that they hold
 
 # Batches and events ------------------------------------------------------------------
 

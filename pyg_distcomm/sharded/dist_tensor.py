@@ -161,7 +161,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
                 with torch.inference_mode(False), torch.no_grad():
                     return cls._computed(func, types, args, kwargs)
         rules = PROCESS.rules
-        if len(types) > 1 and rules["matrix"] in types:
+        if len(types) > 1 and not rules["wraps"].isdisjoint(types):
             return NotImplemented
         rule = rules.get(func)
         if rule is None:

@@ -302,7 +302,7 @@ class DistAdjacency(EdgeMethods, Tensor):
         )
 
 
-PROCESS.rules["matrix"] = DistAdjacency  # computes ops with DistTensors, too
+PROCESS.rules["wraps"] = {DistAdjacency}  # what computes ops with DistTensors, too
 
 
 @rule("carrying")
