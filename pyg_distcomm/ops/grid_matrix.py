@@ -420,8 +420,8 @@ def _check_twice(matrix: GridMatrix, trainable: bool) -> None:
     if trainable or not matrix.links.is_exact:
         what = "trainable edge values" if trainable else "a coded or late link"
         raise RuntimeError(
-            "differentiate once, or detach edge weights: create_graph=True reached a "
-            f"distributed product with {what}, whose second derivative is not implemented"
+            "take this layer from torch_geometric.nn: create_graph=True reached a product of "
+            f"pyg_distcomm.nn with {what}, whose second derivative is not implemented"
         )
 
 
