@@ -14,12 +14,7 @@ from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.halo import codecs
 from pyg_distcomm.halo.codec import Codec, Load
 from pyg_distcomm.halo.codecs import Plain
-from pyg_distcomm.halo.exchange import (
-    ExchangeKey,
-    Message,
-    StaleBuffer,
-    gradient_codec,
-)
+from pyg_distcomm.halo.exchange import ExchangeKey, Message, StaleBuffer, gradient_codec
 from pyg_distcomm.halo.halo import DEGREES, NAMES, Direction
 
 COMPUTED, KEPT = "computed", "kept"  # what becomes of a constant input's product

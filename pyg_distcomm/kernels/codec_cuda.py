@@ -16,13 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_distcomm.kernels import codec_ops
-from pyg_distcomm.kernels.codec_ops import (
-    META,
-    REALS,
-    Noise,
-    rest_begins,
-    size_of,
-)
+from pyg_distcomm.kernels.codec_ops import META, REALS, Noise, rest_begins, size_of
 from pyg_distcomm.kernels.core_cuda import hashes, rows_of
 from pyg_distcomm.kernels.core_ops import deliver
 from pyg_distcomm.kernels.registry import FLOATS

@@ -14,13 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyg_distcomm.kernels import (
-    core_jit,
-    core_ops,
-    memory,
-    sample_jit,
-    threads,
-)
+from pyg_distcomm.kernels import core_jit, core_ops, memory, sample_jit, threads
 from pyg_distcomm.kernels.compile import cache_folder
 
 GRAIN = 1 << 15  # numbers read or written below which a second thread does not pay

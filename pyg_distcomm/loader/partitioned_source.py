@@ -13,11 +13,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NegativeSampling
 
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.comm.axis import (
-    ProcessGrid,
-    check_replication,
-    new_process_grid,
-)
+from pyg_distcomm.comm.axis import ProcessGrid, check_replication, new_process_grid
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.rows import Rows
 from pyg_distcomm.loader.batcher import Attribute, Pools, placeholder_rows

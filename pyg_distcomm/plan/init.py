@@ -25,12 +25,7 @@ from pyg_distcomm.partition.cutters import check_edge_index, cut, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.planner import Plan, Plans, edges_of, plan
 from pyg_distcomm.plan.ranks import CodecLike, described, links_of
-from pyg_distcomm.plan.training import (
-    INPUTS,
-    Stack,
-    Training,
-    training_of,
-)
+from pyg_distcomm.plan.training import INPUTS, Stack, Training, training_of
 from pyg_distcomm.process import PROCESS
 
 
