@@ -231,9 +231,7 @@ DECOMPOSED = {
         torch.nn.TransformerEncoderLayer, 2, 1, 4, 0.0, batch_first=True
     )(x[:, :6].view(-1, 3, 2), src_key_padding_mask=counted(x, 50, 3) < 0),
     "ranking loss": lambda x: F.margin_ranking_loss(x[:, 0], x[:, 1], counted(x, 50)),
-    "cosine loss": lambda x: F.cosine_embedding_loss(
-        x, x.flip(1), counted(x, 50) * 0 - 1
-    ),
+    "cosine loss": lambda x: F.cosine_embedding_loss(x, x.flip(1), -ones(x, 50)),
 }
 
 
@@ -279,6 +277,10 @@ WITHIN = {
     "largest of rows": lambda x: x.round().max(0)[0] + x.min(0, True)[0],
     "roll": lambda x: x.roll(1, 1),
     "rows of stacks": lambda x: torch.stack([x, -x]).flatten(0, 1).view(2, -1, 7).exp(),
+    "diagonal": lambda x: (x @ weights(x, 7, 50)).diagonal(),
+    "diag": lambda x: (x @ weights(x, 7, 50)).diag(),
+    "dist": lambda x: torch.dist(x, other(x)) * torch.allclose(x, x + 1e-9),
+    "distribution": lambda x: torch.distributions.Normal(x, x.exp()).log_prob(other(x)),
     "tril, diagonals": lambda x: cube(x).tril().diagonal(-1, 1, 2),
     "diag_embed": lambda x: torch.diag_embed(x),
     "unfold": lambda x: x.unfold(1, 3, 2),
@@ -502,9 +504,7 @@ LOSSES = {
     "l1 by rows that learn": lambda x, y, m: F.l1_loss(
         ones(x, 50, 7), ones(x, 50, 7) + 3, weight=x.square() * y.view(-1, 1)
     ),
-    "mse by rows that learn": lambda x, y, m: F.mse_loss(
-        x, x + y[:, None], weight=x**2
-    ),
+    "mse by rows learnt": lambda x, y, m: F.mse_loss(x, x + y[:, None], weight=x**2),
     "module": lambda x, y, m: torch.nn.CrossEntropyLoss()(x[m], y[m]),
     "margin": lambda x, y, m: F.multi_margin_loss(x, y),
     "penalty": lambda x, y, m: (

@@ -431,11 +431,7 @@ def recurrent(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # ops that remove dimensions, or add some where they are named
-_MOVING = {
-    aten.diagonal,
-    aten.diagonal_backward,
-    aten.unfold_backward,
-}
+_MOVING = set(_named("diagonal diagonal_copy")) | {aten.unfold_backward}
 # ops that raise for what a matrix holds
 _FAILING = {aten._linalg_eigh, aten._linalg_svd, aten.linalg_eig}
 # ops of rows and plain weights
@@ -463,7 +459,26 @@ _NAMED = _named(
 )
 _ALONE = (*_LAST, *_NAMED, *_WITH_WEIGHTS, *_TABLES)
 rule(*(f for op in _ALONE for f in overloads(op) if not f._schema.is_mutable))(alone)
-rule(aten._euclidean_dist.default)(decomposed)
+rule(aten._euclidean_dist.default, aten.dist.default)(decomposed)
+
+
+@rule(aten.diagonal.default, aten.diagonal_copy.default, aten.diagonal_backward.default)
+def diagonal(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes the diagonal of a square matrix from own rows, or takes its gradient to them."""
+    x, backward = args[0], func is aten.diagonal_backward.default
+    size, how = (args[1], args[2:]) if backward else (x.shape, args[1:])
+    square = len(size) == 2 and size[0] == size[1]
+    if x.dim_ or not square or tuple(how) not in ((), (0,), (0, 0, 1)) or kwargs:
+        return alone(func, args, kwargs)
+    at = x.rows.place_on(x.device).unsqueeze(1)
+    if backward:
+        rows = x.local.new_zeros(len(at), size[1])
+        return DistTensor(rows.scatter_(1, at, x.local.unsqueeze(1)), x.rows)
+    out = DistTensor(x.local.gather(1, at).squeeze(1), x.rows)
+    out._copied = func.is_view
+    return out
+
+
 _LOSSES = """binary_cross_entropy binary_cross_entropy_with_logits huber_loss mse_loss
     smooth_l1_loss soft_margin_loss"""
 

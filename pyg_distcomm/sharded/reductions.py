@@ -23,11 +23,7 @@ from pyg_distcomm.sharded.dist_tensor import (
     own_part,
     rule,
 )
-from pyg_distcomm.sharded.partial import (
-    over_ranks,
-    plain,
-    summed_over_ranks,
-)
+from pyg_distcomm.sharded.partial import over_ranks, plain, summed_over_ranks
 from pyg_distcomm.sharded.pointwise import (
     alone,
     bound,
@@ -111,7 +107,7 @@ def _extreme(x: DistTensor, dims: list[int], keep: bool, op: str) -> Tensor:
     return both[0].masked_fill(both[1] != 0, math.nan)
 
 
-@_reduction(aten.any, aten.all)
+@_reduction(aten.any, aten.all, aten._is_any_true, aten._is_all_true)
 def any_all(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> Any:
     """Tells whether any, or all, are true."""
     x, op = args[0], "max" if "any" in func._schema.name else "min"
@@ -211,6 +207,12 @@ def equal(func: Any, args: Any, kwargs: Any) -> bool:
     same = torch.equal(*(local_at(t, like.rows, like.dim_) for t in (a, b)))
     flag = torch.tensor([int(same)])
     return bool(over_ranks(flag, like.rows.mesh, "min"))
+
+
+@rule(aten.allclose.default)
+def allclose(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tells whether two tensors are close on all ranks."""
+    return bool(torch.isclose(*args, **kwargs).all())
 
 
 # the dimensions of both sides and of the result: k is summed over, b counts matrices
