@@ -189,7 +189,7 @@ def test_edges_that_do_not_fit_or_are_missing_are_refused_by_type(ptr):
         nodes((features, edges), input_nodes=("a", torch.arange(4)))
     data = hetero()
     data["author", "edits", "paper"].edge_index = data[WRITES].edge_index
-    with pytest.raises(ValueError, match="got .'author', 'paper'"):  # one of two types
+    with pytest.raises(ValueError, match=r"got .'author', 'paper'"):  # one of two types
         links(data, edge_label_index=("author", "paper"))
     data[WRITES].edge_indices = data[WRITES].pop("edge_index")
     with pytest.raises(ValueError, match="and no edges"):
