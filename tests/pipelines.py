@@ -12,10 +12,6 @@ from pyg_distcomm.pipeline.layer_stack import read_stack
 WEIGHTED, ATTENTION = "x, edge_index, edge_weight -> x", nn.TransformerEncoderLayer
 
 
-def _mlp(f, h):
-    return nn.Sequential(nn.Linear(f, h), nn.ReLU(), nn.Linear(h, h))
-
-
 def gcn(f, c, h):
     inner = [pyg.GCNConv(h, h, cached=True), nn.ELU(), nn.LayerNorm(h)]
     return [pyg.GCNConv(f, h), nn.ReLU(), *inner, nn.Linear(h, h), pyg.GCNConv(h, c)]
@@ -37,7 +33,8 @@ def gat(f, c, h):
 
 def gin(f, c, h):
     last = nn.Sequential(nn.Linear(h, h), nn.ReLU(), nn.Linear(h, c))
-    return [pyg.GINConv(_mlp(f, h)), nn.ReLU(), pyg.GINConv(last)]
+    first = nn.Sequential(nn.Linear(f, h), nn.ReLU(), nn.Linear(h, h))
+    return [pyg.GINConv(first), nn.ReLU(), pyg.GINConv(last)]
 
 
 def gcnii(f, c, h):
