@@ -212,11 +212,13 @@ def planned(edge_index: Any) -> Topology | None:
         return DistEdgeIndex.build(local, nodes, rows)._topology if fits else None
 
     kept = nodes.derived.setdefault("edges", {})
-    if number not in kept and not constants_of(nodes.mesh).may_last(number):
-        return kept_with(edge_index, "planned", make)  # type: ignore[no-any-return]
-    if number not in kept and len(kept) < _MOST:
-        kept[number] = make()
-    return kept.get(number)  # type: ignore[no-any-return]
+    lasts = constants_of(nodes.mesh).may_last(number)
+    if number in kept or (lasts and len(kept) >= _MOST):
+        return kept.get(number)  # type: ignore[no-any-return]
+    made: Topology | None = kept_with(edge_index, "planned", make)
+    if lasts:
+        kept[number] = made
+    return made
 
 
 def exchanging(conv: Any, context: LayerContext) -> AbstractContextManager[None]:
