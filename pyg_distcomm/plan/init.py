@@ -21,7 +21,7 @@ from pyg_distcomm.comm.mesh import Grid, Mesh
 from pyg_distcomm.graph.partition_data import partition
 from pyg_distcomm.nn.product_layers import DistGCNConv, DistSAGEConv
 from pyg_distcomm.nn.replicate import replicate
-from pyg_distcomm.partition.cutters import check_edge_index, cut, takes_grid
+from pyg_distcomm.partition.cutters import check_edge_index, takes_grid
 from pyg_distcomm.partition.partition import Partition
 from pyg_distcomm.plan.planner import Plan, Plans, edges_of, plan
 from pyg_distcomm.plan.ranks import CodecLike, described, links_of
@@ -189,11 +189,7 @@ def _candidates(auto: Auto, ranks: int) -> tuple[Any, ...]:
     plans = plan(data, ranks=ranks, partition=method, **options)
     inexact = bool(auto.codecs)
     best = plans[0] if inexact and len(plans) else plans.best
-    owners = plans.partition
-    if owners is not None and takes_grid(method):
-        edge_index, nodes, mask = edges_of(data, method)
-        how: Any = {"train_mask": mask, "grid": best.grid}
-        owners = cut(edge_index, nodes, ranks, method, **how)
+    owners = plans.partition  # on the grid of `best`
     owner = None if owners is None else owners.owner.numpy()
     candidates, training = [best], None
     if not inexact and owner is not None and not takes_grid(method):
