@@ -41,6 +41,12 @@ from pyg_distcomm.sampling.rules import FastGCN, Ladies, Rule, UserRule, rule_na
 from pyg_distcomm.sharded.dist_tensor import DistTensor
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
+# the arguments of a constructor that say how neighbours are drawn
+_DRAWING = (
+    "replace subgraph_type disjoint temporal_strategy time_attr weight_attr is_sorted "
+    "directed"
+).split()
+
 
 class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
     r"""Loads minibatches with sampled neighbourhoods, as PyG's `NeighborLoader` does.
@@ -109,16 +115,7 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
         options: LoaderOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        drawing = {
-            "replace": replace,
-            "subgraph_type": subgraph_type,
-            "disjoint": disjoint,
-            "temporal_strategy": temporal_strategy,
-            "time_attr": time_attr,
-            "weight_attr": weight_attr,
-            "is_sorted": is_sorted,
-            "directed": directed,
-        }
+        drawing = {name: v for name, v in locals().items() if name in _DRAWING}
         data = self._begin_init(data, options, kwargs, neighbor_sampler)
         own = transform_sampler_output is not None
         graph, neighbor_sampler = self._sampler_of(
@@ -196,16 +193,7 @@ class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
         options: LoaderOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        drawing = {
-            "replace": replace,
-            "subgraph_type": subgraph_type,
-            "disjoint": disjoint,
-            "temporal_strategy": temporal_strategy,
-            "time_attr": time_attr,
-            "weight_attr": weight_attr,
-            "is_sorted": is_sorted,
-            "directed": directed,
-        }
+        drawing = {name: v for name, v in locals().items() if name in _DRAWING}
         data = self._begin_init(data, options, kwargs, neighbor_sampler)
         with on_all_ranks(ranks_of(data)):
             if neg_sampling_ratio:  # PyG's old name of it
