@@ -35,7 +35,7 @@ from pyg_distcomm.loader.fetch import (
     Wanted,
     message_bytes,
 )
-from pyg_distcomm.partition.partition import Partition
+from pyg_distcomm.partition.partition import Partition, out_of_range
 from pyg_distcomm.sampling.row_service import Index
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -144,11 +144,7 @@ def id_vector(given: Any, wanted: str, masks: bool = False) -> Tensor:
 
 
 def check_range(values: Tensor, end: int, what: str) -> None:
-    if not len(values):
-        return
-    low, high = (int(v) for v in torch.aminmax(values))
-    if low < 0 or high >= end:
-        bad = low if low < 0 else high
+    if (bad := out_of_range(values, end)) is not None:
         raise ValueError(f"{what} must be in 0 .. {end - 1}, got {bad}")
 
 
@@ -464,15 +460,13 @@ class DistFeatureStore(FeatureStore):
         """
         row_group, axis = self._row_group(group), self.channel.row
         if row_group.owners is None:
-            counts = lengths(row_group.index.gid, axis)
-            every = collectives.all_gather_rows(
-                row_group.index.gid, counts, axis, "build"
-            )
+            gid = row_group.index.gid
+            counts = lengths(gid, axis)
+            every = collectives.all_gather_rows(gid, counts, axis, "build")
             block = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
             owner = torch.empty(row_group.index.total, dtype=torch.int64)
             owner[every] = block * self.channel.replication
-            size = self.channel.world.size
-            row_group.owners = Partition.from_owner(owner, size)
+            row_group.owners = Partition.from_owner(owner, self.channel.world.size)
         return row_group.owners
 
     def keep(self, group: Group, score: Tensor | np.ndarray, size: float) -> None:
@@ -563,11 +557,6 @@ class DistFeatureStore(FeatureStore):
         found: dict[Group, Any] = {}
         try:
             for group, asked in wanted.items():
-                if group not in self._row_groups:
-                    raise ValueError(
-                        f"got group {group!r}, but the store has {self.groups}; take one of "
-                        "them"
-                    )
                 what, total = f"ids of group {group!r}", self.total(group)
                 given, owner = asked if isinstance(asked, tuple) else (asked, None)
                 must = (
@@ -586,8 +575,8 @@ class DistFeatureStore(FeatureStore):
                     size = self.channel.world.size
                     check_range(owner, size, f"owners of group {group!r}")
                     found[group] = ids, owner
-        except ValueError as error:
-            return {}, str(error)
+        except (KeyError, ValueError) as error:
+            return {}, str(error.args[0])
         return found, None
 
     def fetcher(self, attrs: Attrs = None) -> Fetch:
