@@ -326,7 +326,6 @@ def test_bulks_leave_a_side_stream_once(kind, late, forced, monkeypatch):
     for name, value in {
         "cuda": True,
         "send": device_placement.Placement.put,
-        "free_memory": lambda self: 1 << 30,
     }.items():
         monkeypatch.setattr(device_placement.Placement, name, value)
     monkeypatch.setattr("pyg_distcomm.loader.batcher.SideStream", Side)

@@ -21,7 +21,6 @@ again in each minibatch.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -308,8 +307,8 @@ class Batcher:
         if not size:  # the size of a minibatch is known after the first bulk
             least = 0 if self._source is None else FIRST_PARTITIONED
             return max(self.width, least)
-        free = None if self._place is None else self._place.free_memory()
-        budget = min(BUDGET, (_free_memory() if free is None else free) // 8)
+        free = memory.available(None if self._place is None else self._place.device)
+        budget = BUDGET if free is None else min(BUDGET, free // 8)
         # besides the waiting bulks: one in use, one being built, and the rows fetched for it
         others = 2 if self._source is None else 3
         return max(self.width, min(most, budget // (size * (self.ahead + others))))
@@ -528,13 +527,6 @@ class Batcher:
                 numbers = value.numel() if dense else value._nnz()
                 total += numbers * value.element_size()
         self._loader.batch_bytes = max(total, 1)
-
-
-def _free_memory() -> int:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return 8 * BUDGET
 
 
 def _record_sampled_sizes(batch: Any, out: Any) -> None:

@@ -215,10 +215,6 @@ class Placement:
         shape = (rows, *like.shape[1:])
         return torch.empty(shape, dtype=like.dtype, pin_memory=self.cuda)
 
-    def free_memory(self) -> int | None:
-        """Returns the free bytes of the device; None if they are not known."""
-        return int(torch.cuda.mem_get_info(self.device)[0]) if self.cuda else None
-
 
 def num_cached_rows(size: float, total: int) -> int:
     """Returns the number of rows of a cache whose size is a count, or a fraction of all."""
