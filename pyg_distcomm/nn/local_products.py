@@ -219,7 +219,9 @@ def run_layer(
     conv: MessagePassing, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Runs `forward` of a layer on ordinary tensors, by products if its edges are known."""
-    bound = _bind_arguments(conv, args, kwargs)
+    bound = None
+    with contextlib.suppress(TypeError):  # which the layer says better
+        bound = inspect.signature(conv.forward).bind(*args, **kwargs)
     given = {} if bound is None else bound.arguments
     edge_index, x = given.get("edge_index"), given.get("x")
     adjacency = None
@@ -421,13 +423,6 @@ _NEED_EDGES = pyg.MLPAggregation, pyg.QuantileAggregation, pyg.SortAggregation
 def is_one_hop(conv: Any) -> bool:
     """Tells whether `one_hop` runs a layer, also on a rank of a share that has no edges."""
     return type(conv).forward in _ON_SHARES
-
-
-def _bind_arguments(conv: Any, args: Any, kwargs: Any) -> inspect.BoundArguments | None:
-    try:
-        return inspect.signature(conv.forward).bind(*args, **kwargs)
-    except TypeError:  # which the layer says better
-        return None
 
 
 def _sampled_edges(
