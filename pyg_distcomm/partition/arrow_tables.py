@@ -353,31 +353,29 @@ class ArrowTable:
 
     def _array(self, name: str, column: Any) -> np.ndarray:
         types, kind = _pyarrow("types"), column.type
-        width = None
+        rows, listed = len(column), types.is_fixed_size_list(kind)
         if types.is_list(kind) or types.is_large_list(kind):
+            listed = True
             width = np.unique(np.diff(column.offsets.to_numpy()))
             if width.size > 1:
                 raise ValueError(
                     f"{self.path}: the lists of {name!r} have {width[0]} to {width[-1]} "
                     "numbers; a matrix has one width"
                 )
-        if width is not None or types.is_fixed_size_list(kind):
-            flat = column.flatten()
-            if flat.null_count:
+        if listed:
+            column = column.flatten()
+            if column.null_count:
                 raise ValueError(
-                    f"{self.path}: {name!r} has {flat.null_count} missing values; fill them in"
+                    f"{self.path}: {name!r} has {column.null_count} missing values; fill "
+                    "them in"
                 )
-            return self._plain(name, flat).reshape(len(column), -1)
-        return self._plain(name, column)
-
-    def _plain(self, name: str, column: Any) -> np.ndarray:
         array: np.ndarray = column.to_numpy(zero_copy_only=False)
         if array.dtype.kind not in "iufb":
             raise ValueError(
                 f"{self.path}: {name!r} holds {column.type}; wanted numbers, booleans, or "
                 "lists of them (encode texts and dates as numbers, or drop the column)"
             )
-        return array
+        return array.reshape(rows, -1) if listed else array
 
     def ends(self) -> tuple[str, str]:
         """Returns the columns of sources and targets: two of `ENDS`, or the only two."""
@@ -450,14 +448,10 @@ class ArrowTable:
             done += len(places[0])
             yield places
 
-    def edge_columns(self, folder: Path) -> dict[str, NpyColumn]:
-        """Copies the columns beside the ends of edges to files; returns them by name."""
-        return self._copied(folder, "edge", self.ends())
-
-    def _copied(
+    def copied(
         self, folder: Path, kind: str, left: Sequence[str | None]
     ) -> dict[str, NpyColumn]:
-        """Copies all columns but those `left` out to .npy files."""
+        """Copies all columns but those `left` out to .npy files; returns them by name."""
         if "" in self.names or (kind == "node" and not self._named):
             raise ValueError(
                 f"{self.path}: wanted a name of each column in the first line, got "
@@ -495,7 +489,7 @@ class ArrowTable:
         """
         lower = {name.lower(): name for name in self.names}
         id_column = next((lower[name] for name in IDS if name in lower), None)
-        columns = self._copied(folder, "node", [id_column])
+        columns = self.copied(folder, "node", [id_column])
         found: Any = [] if id_column is None else self._ids([id_column], ROWS)
         parts = [ids for (ids,) in found]
         if not parts:

@@ -347,7 +347,7 @@ def _with_edges(
     if is_table(path):
         table = ArrowTable(path)
         pairs = table.edges(num_nodes, names)
-        columns.add("edge", table.edge_columns(spool))
+        columns.add("edge", table.copied(spool, "edge", table.ends()))
     elif path.suffix == ".npy":
         edges = EdgeFile(path)
         if num_nodes is not None:
