@@ -269,7 +269,11 @@ def spmm(
     of the CPU.
     """
     if x.dim() > 2:
-        return _by_head(rowptr, col, value, x, out, accumulate)
+        assert value is not None  # a number for each head
+        target = x.new_empty(len(rowptr) - 1, *x.shape[1:]) if out is None else out
+        for h in range(x.size(1)):
+            spmm(rowptr, col, value[:, h], x[:, h], target[:, h], accumulate)
+        return target
     if x.dtype not in _TYPES or (value is not None and value.dtype not in _TYPES):
         return core_ops.spmm.definition(rowptr, col, value, x, out, accumulate)
     in_order = torch.are_deterministic_algorithms_enabled()
@@ -310,22 +314,6 @@ def spmm(
         **options,
     )
     return core_ops.deliver(home, target if out is None else out)
-
-
-def _by_head(
-    rowptr: Tensor,
-    col: Tensor,
-    value: Any,
-    x: Tensor,
-    out: Tensor | None,
-    accumulate: bool,
-) -> Tensor:
-    """Multiplies the rows of each head in turn."""
-    target = x.new_empty(len(rowptr) - 1, *x.shape[1:]) if out is None else out
-    for h in range(x.size(1)):
-        given = value[:, h], x[:, h], target[:, h], accumulate
-        spmm(rowptr, col, *given)
-    return target
 
 
 def library_wins(rowptr: Tensor, col: Tensor, value: Tensor | None, x: Tensor) -> bool:
