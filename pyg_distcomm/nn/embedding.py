@@ -244,7 +244,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
-        slot, sums = ctx.plan.owner_sums(g / ctx.mesh.size)
+        slot, plan = ctx.plan.asked
+        sums = plan.sum(g / ctx.mesh.size)
         if ctx.sparse:
             grad = torch.sparse_coo_tensor(
                 slot.unsqueeze(0),

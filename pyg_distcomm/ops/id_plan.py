@@ -179,15 +179,6 @@ class IdPlan:
         _ = plan._sorted
         return rows, plan
 
-    def owner_sums(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Sends rows `[k, f]` to the owners of the ids, and sums them there.
-
-        Returns:
-            The own rows that any rank asked for, ascending [u], and their sums [u, f].
-        """
-        rows, plan = self.asked
-        return rows, plan.sum(g)
-
 
 def plan_ids(
     lists: Sequence[Tensor], rows: Rows, axis: Axis, problem: str | None = None
