@@ -109,9 +109,7 @@ class _PairScores(torch.autograd.Function):
         csr, needs = (ctx.pattern.rowptr, ctx.pattern.col), ctx.needs_input_grad
         back, order = ctx.pattern.transpose
         run: Any = kernels.pair_scores_grad
-        run = (
-            run.definition if torch.is_grad_enabled() else run
-        )  # which derives it, too
+        run = run.definition if torch.is_grad_enabled() else run  # derives it, too
         by_g = by_x = by_a = None
         if needs[1] or needs[3]:
             by_g, by_a = run(*csr, g, x, a, ctx.slope, by, needs[3])

@@ -315,9 +315,8 @@ def _comparable(options: LoaderOptions) -> dict[str, Any]:
     types = sorted(types, key=str) if isinstance(types, Mapping) else types is not None
     device = None if options.device is None else torch.device(options.device).type
     given = {"features": options.features is not None, "embedding": types}
-    return (
-        vars(options) | given | {"device": device}
-    )  # each rank has a device of its own
+    # each rank has a device of its own
+    return vars(options) | given | {"device": device}
 
 
 def _rows_of_embeddings(data: Any, embedding: Any) -> dict[Any, Rows]:
@@ -359,9 +358,8 @@ def _store(data: Any, key: Any) -> Any:
 
 def _with_placeholders(data: Data | HeteroData) -> Any:
     """Returns a Data or HeteroData of the whole graph's sizes, with placeholders for edges."""
-    placeholder: Any = type(
-        data
-    )()  # whose lists are in the order of rank 0, as a share's
+    # whose lists are in the order of rank 0, as a share's
+    placeholder: Any = type(data)()
     for part in data.stores:
         out = _store(placeholder, part._key)
         for name, value in part.items():

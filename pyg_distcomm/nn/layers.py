@@ -329,9 +329,8 @@ class DistHANConv(HaloExecution, pyg.HANConv):
         score = score + near.index_select(0, here.target_lid)
         score = F.leaky_relu(score, self.negative_slope)
         score = softmax(score, here.target_lid, num_nodes=here.num_own)
-        score = DistTensor.from_local(
-            score, relation.edges.edges
-        )  # dropped by their edges
+        # dropped by their edges
+        score = DistTensor.from_local(score, relation.edges.edges)
         kept: Any = F.dropout(score, self.dropout, self.training)
         kept = kept.to_local().unsqueeze(-1)
         message = shaped.index_select(0, here.source_lid) * kept
