@@ -31,7 +31,7 @@ LISTED = {
         torch: _foreach_add _foreach_max _foreach_mul _foreach_norm
             _has_compatible_shallow_copy_type
         torch.Tensor: _backward_hooks _base _is_view _nnz _post_accumulate_grad_hooks
-            _version
+            _values _version
         torch.UntypedStorage: _cdata
         torch._C: DisableTorchFunctionSubclass _are_functorch_transforms_active
             _current_graph_task_id _is_any_autocast_enabled _len_torch_dispatch_stack
@@ -74,7 +74,7 @@ LISTED = {
             _native_multi_head_attention _prelu_kernel _transformer_encoder_layer_fwd
             _safe_softmax _softmax _softmax_backward_data _sparse_addmm
             _sparse_mm_reduce_impl _sparse_mm_reduce_impl_backward _to_copy _trilinear
-            _unsafe_view
+            _unsafe_view _is_all_true _is_any_true
     """,
     "torch_geometric 2.7.0 to 2.8.1": """
         torch_geometric.data.Batch: _inc_dict _num_graphs _slice_dict
