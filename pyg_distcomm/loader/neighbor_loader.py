@@ -115,7 +115,7 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
         options: LoaderOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        drawing = {name: v for name, v in locals().items() if name in _DRAWING}
+        drawing = {name: v for name, v in dict(locals()).items() if name in _DRAWING}
         data = self._begin_init(data, options, kwargs, neighbor_sampler)
         own = transform_sampler_output is not None
         graph, neighbor_sampler = self._sampler_of(
@@ -193,7 +193,7 @@ class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
         options: LoaderOptions | None = None,
         **kwargs: Any,
     ) -> None:
-        drawing = {name: v for name, v in locals().items() if name in _DRAWING}
+        drawing = {name: v for name, v in dict(locals()).items() if name in _DRAWING}
         data = self._begin_init(data, options, kwargs, neighbor_sampler)
         with on_all_ranks(ranks_of(data)):
             if neg_sampling_ratio:  # PyG's old name of it
