@@ -161,11 +161,13 @@ class Constants:
 
     def _forget(self, origin: int) -> None:
         """Drops what follows from a plain operand, until it is met again."""
-        for number in self._once.pop(origin)[1]:
+        numbers = {*self._once.pop(origin)[1]}
+        for number in numbers:
             del self._origin[number]
-            self.results.pop(number, None)
-            for key in [key for key in self.made if key[1] == number]:
-                del self.made[key]
+            if number in self.results:  # `pop` of Python 3.10 would raise
+                del self.results[number]
+        for key in [key for key in self.made if key[1] in numbers]:
+            del self.made[key]
 
 
 def constants_of(mesh: Mesh) -> Constants:
@@ -296,9 +298,7 @@ def compute(func: Any, rule: Any, args: Any, kwargs: Any, first: DistTensor) -> 
     return out
 
 
-def _number(
-    parts: Any, number: int, known: Constants, version: int | None = None
-) -> None:
+def _number(parts: Any, number: int, known: Constants, version: Any = None) -> None:
     """Gives the results of an op on constants their keys, at a version, or at their own."""
     for i, part in enumerate(parts):
         if type(part) is DistTensor:
