@@ -35,6 +35,7 @@ _KEPT_WITH = 16  # of one tensor that is no constant
 _NUMBERED = 1 << 14  # descriptions
 _KEPT_PLAIN = 32  # plain operands
 _KEPT_ONCE = 8  # plain operands that were met once, with what follows from them
+_KEPT_BEHIND = 1 << 9  # numbers of what follows from one of them
 
 
 class ByContent:
@@ -118,19 +119,17 @@ class Constants:
         self._origin: dict[int, int] = {}  # the latest of them, by what follows
 
     def number_of(self, what: Any, *operands: int) -> int:
-        """Returns the number of a description, always the same one.
-
-        Args:
-            what: the description.
-            operands: the numbers of what it is computed from.
-        """
+        """Returns the number of what is computed from numbered operands, always the same."""
         found: int | None = self._numbers.get(what)
         if found is None:
             found = self._numbers[what] = self.next_number()
             origin = max((self._origin.get(n, 0) for n in operands), default=0)
             if origin:
                 self._origin[found] = origin
-                self._once[origin][1].append(found)
+                numbers = self._once[origin][1]
+                numbers.append(found)
+                if len(numbers) > _KEPT_BEHIND:
+                    del self._origin[numbers.pop(1)]
         return found
 
     def may_last(self, number: int) -> bool:
