@@ -323,10 +323,7 @@ class Side:
 @pytest.mark.parametrize("kind", ["layers", "neighbours"])
 def test_bulks_leave_a_side_stream_once(kind, late, forced, monkeypatch):
     """Whatever the number of stages that make them."""
-    for name, value in {
-        "cuda": True,
-        "send": device_placement.Placement.put,
-    }.items():
+    for name, value in {"cuda": True, "send": device_placement.Placement.put}.items():
         monkeypatch.setattr(device_placement.Placement, name, value)
     monkeypatch.setattr("pyg_distcomm.loader.batcher.SideStream", Side)
     options = {"batch_size": 9, "seed": 4}

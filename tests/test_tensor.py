@@ -47,8 +47,8 @@ def ids(x, *which):
     return torch.tensor(which, device=x.device)
 
 
-def _written(x, key):
-    x[key] = 3
+def _written(x, key, value=3):
+    x[key] = value
     return x
 
 
@@ -217,7 +217,9 @@ DECOMPOSED = {
     "stacks cut anew": lambda x: torch.stack([x, -x, x]).view(2, 75, 7),
     "all in one, by a mask": lambda x: x[None][(other(x)[:, 0] > 0)[None]],
     "one row": lambda x: x.select(0, 3),
-    "one row written": lambda x: _written(_written(x * 1, ids(x, 5)[0]), np.int64(9)),
+    "one row written": lambda x: _written(_written(x * 1, ids(x, 5)[0]), np.uint8(9)),
+    "columns set": lambda x: _written(cube(x), (3, slice(3), [0]), counted(x, 3, 1)),
+    "all written": lambda x: _written(x * 1, ()) + x,
     "rows in one": lambda x: x.unsqueeze(0).expand(2, -1, -1) + x[None],
     "one number": lambda x: x[3, 2],
     "rows one by one": lambda x: sum(row * k for k, row in enumerate(x)),
@@ -302,7 +304,7 @@ WITHIN = {
     "triplet loss": lambda x: F.triplet_margin_loss(x, other(x), other(x).roll(1, -1)),
     "glu": lambda x: F.glu(x[:, :6]),
     "abs_": lambda x: (x * 1).abs_(),
-    "columns written": lambda x: _written(x * 1, (slice(None), ids(x, *range(7)) > 4)),
+    "columns set": lambda x: _written(x * 1, (slice(None), ids(x, *range(7)) > 4)),
     "numbers by a mask": lambda x: x[x > 0.3] * x.masked_select(x > 0.3).detach(),
     "signals of rows": lambda x: F.conv2d(x[None, None], weights(x, 2, 1, 1, 3)),
     "attention": lambda x: F.scaled_dot_product_attention(*[cube(x)[:, None]] * 3),

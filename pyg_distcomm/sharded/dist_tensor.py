@@ -151,9 +151,7 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
             explain(func, args, kwargs, error)
 
     @classmethod
-    def _computed(
-        cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _computed(cls, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled():
             first = first_sharded(args)
             if first is not None and not first.is_inference():
@@ -263,12 +261,15 @@ class DistTensor(EdgeMethods, ManyRanks, Tensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Writes to rows, also to one row and to every k-th, which torch takes as views."""
-        first, *rest = key if isinstance(key, tuple) else (key,)
-        if isinstance(first, Integral):  # Python's, and NumPy's
-            first = torch.as_tensor(first)
+        first, *rest = (key if isinstance(key, tuple) else (key,)) or (...,)
+        if isinstance(first, Integral) and not isinstance(first, bool):  # NumPy's, too
+            first = torch.tensor(int(first))
         one = isinstance(first, Tensor) and first.dim() == 0
         if self.dim_ == 0 and one and first.dtype not in (torch.bool, torch.uint8):
             key = (first.view(1), *rest)
+            if not all(isinstance(k, (slice, Integral)) for k in rest[1:]):
+                i = range(self.size(0))[first]  # torch takes the row first
+                key = (slice(i, i + 1), *rest)
         elif self.dim_ == 0 and isinstance(first, slice) and (first.step or 1) != 1:
             key = (torch.arange(self.size(0))[first], *rest)
         both = type(key) is DistTensor and type(value) is DistTensor
