@@ -34,7 +34,7 @@ _KEPT_MADE = 128  # what is made of lists of ids, and of masks
 _KEPT_WITH = 16  # of one tensor that is no constant
 _NUMBERED = 1 << 14  # descriptions
 _KEPT_PLAIN = 32  # plain operands
-_KEPT_ONCE = 8  # plain operands that were met once, with what follows from them
+_KEPT_ONCE = 16  # plain operands that were met once, with what follows from them
 _KEPT_BEHIND = 1 << 9  # numbers of what follows from one of them
 
 
