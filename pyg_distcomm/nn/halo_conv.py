@@ -186,9 +186,9 @@ def planned(edge_index: Any) -> Topology | None:
     """Returns the topology of edges, made once for constant ones that a layer derives.
 
     None where their targets are not those of the graph's edges, or where they are fewer than
-    a quarter of the nodes: a matrix takes memory for each node. A graph has `_MOST` at once,
-    none of which makes room for others: a model that goes round more of them would plan
-    each of them anew. Collective the first time.
+    a quarter of the nodes: a matrix takes memory for each node. A graph has `_MOST` that may
+    last, none of which makes room for others: a model that goes round more of them would
+    plan each of them anew. Collective the first time.
     """
     if type(edge_index) is not DistTensor or edge_index.dim_ != 1:
         return None
