@@ -174,18 +174,12 @@ class Sampler:
         self._tables: deque[list[Table]] = deque()
 
     @staticmethod
-    def keys_of(keys: Sequence[int], *hop: Any) -> list[int]:
-        """Returns the keys of the draws of minibatches with other keys; see `hop_key`."""
-        return [hop_key(key, *hop) for key in keys]
-
-    @staticmethod
     def by_rank(rank: Tensor, ranks: int) -> Tensor:
         """Returns the positions of numbers in 0 .. ranks - 1, in the order of the numbers."""
         first, order = np.zeros(ranks + 1, np.int64), torch.empty_like(rank)
         core_jit.count(rank.numpy(), first)
         unused = np.empty(len(rank), np.int64)
-        args = (rank.numpy(), rank.numpy(), first, unused, order.numpy())
-        core_jit.place(*args)
+        core_jit.place(rank.numpy(), rank.numpy(), first, unused, order.numpy())
         return order
 
     @staticmethod

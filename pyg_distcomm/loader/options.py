@@ -23,7 +23,7 @@ from pyg_distcomm.loader.device_placement import PLACES
 from pyg_distcomm.loader.feature_store import DistFeatureStore, id_vector
 from pyg_distcomm.partition.partition import leave_in_file, pieces
 from pyg_distcomm.sampling.graph_block import is_share, mesh_of
-from pyg_distcomm.sampling.graph_source import edges_of
+from pyg_distcomm.sampling.graph_source import edges_of, store_of
 from pyg_distcomm.sampling.neighbor_sampler import NEIGHBOR
 from pyg_distcomm.sampling.partitioned import SAMPLE_AT
 from pyg_distcomm.sharded.dist_tensor import DistTensor
@@ -268,7 +268,7 @@ def checked_seeds(data: Any, nodes: Any) -> Any:
         return nodes  # PyG reads the sizes of stores itself
     name, given = named_seeds(data, nodes)
     ids = seed_ids(given)
-    check_mask(ids, (data if name is None else data[name]).num_nodes)
+    check_mask(ids, store_of(data, name).num_nodes)
     if name is None:
         return ids
     return name if ids is None else (name, ids)
@@ -356,9 +356,7 @@ def describe_graph(
     if not isinstance(data, (Data, HeteroData)):
         return {}
     sums = [_edge_sum(store) for store in data.edge_stores]
-    if world is not None and any(
-        isinstance(s.get("edge_index"), DistEdgeIndex) for s in data.edge_stores
-    ):
+    if world is not None:
         parts = collectives.all_gather_counts(sums, world)
         sums = [_wrapped(sum(part)) for part in zip(*parts, strict=True)]
     edges = [store.num_edges for store in data.edge_stores]

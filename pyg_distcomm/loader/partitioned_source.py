@@ -32,6 +32,7 @@ from pyg_distcomm.loader.options import (
 from pyg_distcomm.ops.id_plan import IdPlan, attach_route, plan_ids
 from pyg_distcomm.process import PROCESS
 from pyg_distcomm.sampling.graph_block import mesh_of
+from pyg_distcomm.sampling.graph_source import store_of
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
 
@@ -120,7 +121,7 @@ class PartitionedSource:
         if not attribute.of_edges:
             return torch.cat([none, *(ids for ids in found if ids is not None)])
         key, ids, owners = attribute.store, [none], [none]
-        edges: DistEdgeIndex = _store(self.data, key).edge_index
+        edges: DistEdgeIndex = store_of(self.data, key).edge_index
         assert edges.nodes.partition is not None
         for out, e_id in zip(outs, found, strict=True):
             if e_id is not None:
@@ -142,7 +143,7 @@ class PartitionedSource:
                 continue
             key, of_edges = (None, True) if group == EDGES else (group, False)
             of_edges = of_edges or isinstance(key, tuple)
-            part, out = _store(self.data, key), _store(self.placeholder, key)
+            part, out = store_of(self.data, key), store_of(self.placeholder, key)
             edges = part.get("edge_index")
             if of_edges:
                 count = edges.edges.total if isinstance(edges, DistEdgeIndex) else None
@@ -176,7 +177,7 @@ class PartitionedSource:
         with on_all_ranks(self.mesh.world):
             ids = seed_ids(ids)
             ids = ids if ids is None else ids.cpu()
-            check_mask(ids, _store(self.data, name).num_nodes)
+            check_mask(ids, store_of(self.data, name).num_nodes)
         if times is None:
             self._give_times([name], sampler)
         if name is None:
@@ -194,7 +195,7 @@ class PartitionedSource:
             name, ends = named_links(self.data, given)
         check_alike({"edge_label_index of type": name}, self.mesh.world)
         if ends is None:
-            ends = _store(self.data, name).edge_index
+            ends = store_of(self.data, name).edge_index
         ends = self.plain(ends, "edge_label_index")
         with on_all_ranks(self.mesh.world):
             ends = checked_ends(ends).cpu()
@@ -213,7 +214,7 @@ class PartitionedSource:
         if attr is None or not hasattr(sampler, "set_node_times"):
             return
         for name in dict.fromkeys(types):
-            time = _store(self.data, name).get(attr)
+            time = store_of(self.data, name).get(attr)
             if is_rows(time) and time.rows.partition is not None:
                 sampler.set_node_times(name, time.full_tensor().cpu())
 
@@ -251,7 +252,7 @@ class PartitionedSource:
     def attach(self, batch: Any, routes: dict[Any, IdPlan]) -> None:
         """Attaches the planned exchanges to the node ids of a minibatch."""
         for key, plan in routes.items():
-            ids = _store(batch, key).get("n_id")
+            ids = store_of(batch, key).get("n_id")
             if isinstance(ids, Tensor) and len(ids) == len(plan.slot):
                 attach_route(ids, plan, self.embeddings[key])
 
@@ -338,7 +339,7 @@ def _rows_of_embeddings(data: Any, embedding: Any) -> dict[Any, Rows]:
             raise ValueError(
                 f"embedding has node type {key!r}; there are {data.node_types}"
             )
-        nodes = _store(data, key).num_nodes
+        nodes = store_of(data, key).num_nodes
         if rows.total != nodes:
             raise ValueError(
                 f"got an embedding with {rows.total} rows, and a graph with {nodes} nodes; "
@@ -352,16 +353,12 @@ def _part(found: Any, key: Any) -> Any:
     return found.get(key) if isinstance(found, dict) else found
 
 
-def _store(data: Any, key: Any) -> Any:
-    return data if key is None else data[key]
-
-
 def _with_placeholders(data: Data | HeteroData) -> Any:
     """Returns a Data or HeteroData of the whole graph's sizes, with placeholders for edges."""
     # whose lists are in the order of rank 0, as a share's
     placeholder: Any = type(data)()
     for part in data.stores:
-        out = _store(placeholder, part._key)
+        out = store_of(placeholder, part._key)
         for name, value in part.items():
             if name == "num_nodes":
                 continue

@@ -28,6 +28,7 @@ from pyg_distcomm.sampling.graph_source import (
     naming_edge_type,
     read_times,
     read_weights,
+    store_of,
 )
 from pyg_distcomm.sharded.dist_tensor import DistTensor, is_rows
 from pyg_distcomm.sharded.edges import DistEdgeIndex
@@ -78,7 +79,7 @@ def gathered(data: Data | HeteroData, names: list[str]) -> Any:
     """Returns the edges of a share on every rank, and a few attributes; collective."""
     whole: Any = type(data)()
     for part in data.stores:
-        out = whole if part._key is None else whole[part._key]
+        out = store_of(whole, part._key)
         if "num_nodes" in part:
             out.num_nodes = part.num_nodes
         for name, value in part.items():
@@ -168,11 +169,14 @@ def _own_edges(
     is_sorted: bool,
 ) -> _Edges:
     """Reads the edges that this rank owns; if a rank finds an error, all ranks raise it."""
-    store = data if key is None else data[key]
+    store = store_of(data, key)
     edges: DistEdgeIndex = store.edge_index
     topology = edges.topology
     weight = time = clock = None
-    node_time = _node_time(data, key, time_attr)
+    # of the sources, if nodes have times
+    node_time = store_of(data, ends_of(key)[0]).get(str(time_attr))
+    if time_attr is None or not is_rows(node_time) or node_time.rows.partition is None:
+        node_time = None
     with on_all_ranks(mesh.world), naming_edge_type(key):
         if node_time is not None:
             clock = read_times(node_time.to_local(), str(time_attr))
@@ -210,16 +214,6 @@ def _attribute(store: Any, name: str, count: int) -> Tensor:
             "Data before pdc.partition"
         )
     return value.to_local()
-
-
-def _node_time(data: Any, key: Any, name: str | None) -> DistTensor | None:
-    if name is None:
-        return None
-    store = data if key is None else data[key[0]]
-    value = store.get(name)
-    if not is_rows(value) or value.rows.partition is None:
-        return None
-    return value
 
 
 def _block_nodes(partition: Partition, channel: ProcessGrid) -> Tensor:

@@ -78,12 +78,11 @@ def check_names(
     data: Data | HeteroData, time_attr: str | None, weight_attr: str | None
 ) -> None:
     """Raises, on all ranks alike, for names of no attribute, or of nodes and edges both."""
-    if weight_attr is not None:
-        if not any(weight_attr in store for store in data.edge_stores):
-            there = list(data.keys())
-            raise ValueError(
-                f"no edges have an attribute '{weight_attr}'; data has {there}"
-            )
+    if weight_attr is not None and not any(weight_attr in s for s in data.edge_stores):
+        there = list(data.keys())
+        raise ValueError(
+            f"no edges have an attribute '{weight_attr}'; data has {there}"
+        )
     if time_attr is None:
         return
     places = [time_attr in store for store in data.stores]
@@ -209,9 +208,7 @@ def edges_of(store: Any) -> Tensor:
     if "adj_t" in store or "adj" in store:
         adj_t = store.adj_t if "adj_t" in store else store.adj.t()
         return to_edge_index(adj_t)[0].flip(0)
-    if isinstance(
-        store, EdgeStorage
-    ):  # a type has edges, of which one misspelt the name
+    if isinstance(store, EdgeStorage):  # whose edges have a misspelt name
         raise ValueError(
             f"an edge type holds {sorted(store.keys())}, and no edges; set its edge_index"
         )
@@ -251,7 +248,7 @@ def remember(
     relation: Relation,
 ) -> None:
     """Caches a relation that was built from an `edge_index` of this graph."""
-    sizes = tuple(_size(_store(data, end).num_nodes) for end in ends_of(edge_type))
+    sizes = tuple(_size(store_of(data, end).num_nodes) for end in ends_of(edge_type))
     plain = replace(relation, source=0, target=0)
     PROCESS.topologies.setdefault(edge_index, []).append(
         ((edge_index._version, sizes, False, False), plain)
@@ -270,11 +267,11 @@ def _from_data(
     if isinstance(data, HeteroData):
         node_types, edge_types = data.metadata()
     index = {name: k for k, name in enumerate(node_types)}
-    sizes = tuple(_size(_store(data, name).num_nodes) for name in node_types)
+    sizes = tuple(_size(store_of(data, name).num_nodes) for name in node_types)
     relations = []
     for edge_type in edge_types:
         source, target = ends_of(edge_type)
-        store = _store(data, edge_type)
+        store = store_of(data, edge_type)
         with naming_edge_type(edge_type):
             weight = None if weight_attr is None else store.get(weight_attr)
             weight = None if weight is None else read_weights(weight, str(weight_attr))
@@ -287,14 +284,15 @@ def _from_data(
                 replace(relation, source=index[source], target=index[target])
             )
     clocks = tuple(node_time.get(name) for name in node_types)
-    ids = [_store(data, edge_type).get("edge_index") for edge_type in edge_types]
+    ids = [store_of(data, edge_type).get("edge_index") for edge_type in edge_types]
     narrow = bool(ids) and all(e is not None and e.dtype == torch.int32 for e in ids)
     dtype = torch.int32 if narrow else torch.int64
     graph = SampleGraph(sizes, tuple(relations), clocks)
     return SampledTopology(graph, node_types, edge_types, dtype)
 
 
-def _store(data: Any, key: Any) -> Any:
+def store_of(data: Any, key: Any) -> Any:
+    """Returns the store of a type; the data itself where there are none."""
     return data if key is None else data[key]
 
 
@@ -311,11 +309,9 @@ def _times_of(
     nodes, edges = data.node_stores, data.edge_stores
     if isinstance(data, Data):  # both of which are its one store
         nodes, edges = (nodes, []) if data.is_node_attr(name) else ([], edges)
-    found = (
-        {s._key: s[name] for s in stores if name in s} for stores in (nodes, edges)
-    )
     by_node, by_edge = (
-        {key: read_times(time, name) for key, time in times.items()} for times in found
+        {s._key: read_times(s[name], name) for s in stores if name in s}
+        for stores in (nodes, edges)
     )
     return by_node, by_edge
 
@@ -428,10 +424,8 @@ def _from_edges(
         )
     source, target = edges[1 if backward else 0], edges[0 if backward else 1]
     source_size, target_size = sizes[::-1] if backward else sizes
-    for ids, size, end in (
-        (source, source_size, "source"),
-        (target, target_size, "target"),
-    ):
+    ends = (source, source_size, "source"), (target, target_size, "target")
+    for ids, size, end in ends:
         what, do = f"the {end} nodes of edge_index", "; fix the edges, or num_nodes"
         check_ids(ids, size, what, " nodes", do)
     colptr = offsets(torch.bincount(target, minlength=target_size))

@@ -95,12 +95,8 @@ class LayerEdges:
         """
         own = [place[part.row] for place, part in zip(rows, parts, strict=True)]
         row, order = torch.sort(torch.cat(own), stable=True)
-        return LayerEdges(
-            row,
-            torch.cat([part.col for part in parts])[order],
-            torch.cat([part.edge for part in parts])[order],
-            torch.cat([part.weight for part in parts])[order],
-        )
+        each = zip(*((part.col, part.edge, part.weight) for part in parts), strict=True)
+        return LayerEdges(row, *(torch.cat(values)[order] for values in each))
 
 
 class LayerGraph(Protocol):

@@ -148,26 +148,19 @@ class KeyedNeighborSampler(NeighborSampler):
         self.sample_direction = sample_direction
         self.time_attr, self.weight_attr = time_attr, weight_attr
         backward = sample_direction == "backward"
-        self._topology = self._read(
-            data,
-            time_attr=time_attr,
-            weight_attr=weight_attr,
-            is_sorted=is_sorted,
-            backward=backward,
-        )
+        names: Any = {"time_attr": time_attr, "weight_attr": weight_attr}
+        how = {"is_sorted": is_sorted, "backward": backward}
+        self._topology = self._read(data, **names, **how)
         # share_memory is ignored: forked workers share pages, others get a copy (below)
         self._draw: Any = None
         self._copy: SampledTopology | None = None  # the copy for other processes
         self._name_types(backward)
         self.perm = None
         self.num_neighbors = _fan_out_lists(num_neighbors)
-        self.replace = replace
-        self.subgraph_type = SubgraphType(
-            subgraph_type if directed else SubgraphType.induced
-        )
-        self.disjoint = disjoint
+        kind = subgraph_type if directed else SubgraphType.induced
+        self.subgraph_type, self.keep_orig_edges = SubgraphType(kind), False
+        self.replace, self.disjoint = replace, disjoint
         self.temporal_strategy = temporal_strategy
-        self.keep_orig_edges = False
         self.seed = fresh_seed() if seed is None else seed
         self._calls = itertools.count()
 

@@ -34,7 +34,7 @@ from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.axis import ProcessGrid
 from pyg_distcomm.comm.consistency import on_all_ranks
 from pyg_distcomm.kernels import threads
-from pyg_distcomm.kernels.sample_cpu import check_ids
+from pyg_distcomm.kernels.sample_cpu import check_ids, hop_key
 from pyg_distcomm.kernels.sample_ops import (
     Frontier,
     Minibatch,
@@ -198,7 +198,7 @@ class PartitionedNeighborSampler(KeyedNeighborSampler):
                 received = theirs[n * k : (n + 1) * k]
                 relation = relations[r]
                 about = r, relation, hop, labor
-                drawn_by = self._rows.sampler.keys_of(keys[peer], *about)
+                drawn_by = [hop_key(key, *about) for key in keys[peer]]
                 segments.append((r, self._frontier_of(received, drawn_by, fan_out)))
             messages.append(self._rows.answer(segments))
         draws, first = self._rows.draws(request, messages), request.first
@@ -338,11 +338,11 @@ class PartitionedLayerGraph:
         """Returns the edges from the columns to the rows of each minibatch."""
         request, server = self._round_of(rows)
         self._round = None
-        wanted = request.sent > 0  # [peers, k]
-        sizes = cols.ptr.diff() * wanted
+        wanted, each = request.sent > 0, cols.ptr.diff()  # [peers, k], [k]
+        sizes = each * wanted
         columns = RowRound(self._axis, sizes)
         coming = columns.table
-        places = [_ranges(cols.ptr, row) for row in wanted]
+        places = [row.repeat_interleave(each).nonzero().view(-1) for row in wanted]
         theirs = columns.send_ids(
             cols.id[torch.cat(places)].to(self._remote_rows.word),
             sizes.sum(1).tolist(),
@@ -432,8 +432,3 @@ class PartitionedLayerGraph:
         if not self._weighted:
             weight = weight[row]
         return LayerEdges(row, place[col.long()], edge.long(), weight)
-
-
-def _ranges(ptr: Tensor, chosen: Tensor) -> Tensor:
-    """Returns the positions that the chosen ranges of `ptr` span, in order."""
-    return chosen.repeat_interleave(ptr.diff()).nonzero().view(-1)
