@@ -115,7 +115,6 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         num_neighbors: Any,  # as the loader got it
         given: Any,  # its `neighbor_sampler`
         dataloader: dict[str, Any],  # torch's arguments
-        own: bool,  # whether it got a `transform_sampler_output`
         drawing: dict[str, Any],  # PyG's arguments of a sampler
         **others: Any,  # arguments that must be equal on all ranks of a share
     ) -> tuple[Any, Any]:
@@ -123,21 +122,16 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         options, graph = self.options, data
         drawing = drawing | {"draws": options.draws}
         if self.is_partitioned:
-            about = {"loader": type(self).__qualname__, "own_transform": own}
-            about |= {"num_neighbors": num_neighbors, **drawing, **others}
+            about = {"loader": type(self).__qualname__, "num_neighbors": num_neighbors}
+            about |= {**drawing, **others}
             source = PartitionedSource(data, options, dataloader, **about)
             self.partitioned_source, graph = source, source.placeholder
             if drawing["subgraph_type"] == "bidirectional":
                 source.learn_edge_owners()  # the target of an edge turned round is its source
             if options.topology != "replicated":
+                drawing |= {"channel": source.sampling, "sample_at": options.sample_at}
                 drawing |= {"seed": self._sampler_seed(dataloader)}
-                where: Any = {
-                    "channel": source.sampling,
-                    "sample_at": options.sample_at,
-                }
-                return graph, PartitionedNeighborSampler(
-                    data, num_neighbors, **where, **drawing
-                )
+                return graph, PartitionedNeighborSampler(data, num_neighbors, **drawing)
             names = drawing["time_attr"], drawing["weight_attr"]
             data = gathered(data, [name for name in names if name is not None])
         elif given is not None:
@@ -211,9 +205,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
 
     placement: Placement | None = None  # of minibatches on a device; None on the host
     partitioned_source: PartitionedSource | None = None  # of a share, not a whole graph
-    _reads_layers = (
-        False  # whether it is one of layer-wise inference, and is not shared out
-    )
+    _reads_layers = False  # in layer-wise inference, which is not shared out
     _draws_itself = False  # by no option of `draws`
     batch_bytes = 0  # the size of a minibatch, once one was made
     #: the time that each phase of the current or last epoch took; see `Phases`
@@ -385,11 +377,7 @@ class BulkLoading(Generic[Graph], _PyGLoader):
         """
         sharding, progress = self._sharding(), self._progress
         epoch, batches = self._epoch, self._start_batch
-        if (
-            progress is not None
-            and not progress.finished
-            and epoch == progress.epoch + 1
-        ):
+        if progress and not progress.finished and epoch == progress.epoch + 1:
             done = progress.start + progress.rounds * progress.sharding.size
             if not sharding.batches or sharding.rounds(done):
                 epoch, batches = progress.epoch, done
@@ -432,22 +420,13 @@ class BulkLoading(Generic[Graph], _PyGLoader):
                 lists split over another number of ranks.
         """
         sharding = self._sharding()
-        kinds = dict.fromkeys(("seed", "epoch", "batches"), int)
+        kinds: Any = dict.fromkeys(("seed", "epoch", "batches"), int)
+        kinds |= {"inputs": str, "made_from": dict}
         found = state if isinstance(state, dict) else {}
-        wrong = [
-            name
-            for name, kind in {**kinds, "inputs": str, "made_from": dict}.items()
-            if type(found.get(name)) is not kind
-        ]
+        wrong = [name for name in kinds if type(found.get(name)) is not kinds[name]]
         if wrong or min(found["epoch"], found["batches"]) < 0:
-            raise ValueError(
-                "not the state of a loader: "
-                + (
-                    f"{wrong} are missing or wrong"
-                    if wrong
-                    else "it has numbers below 0"
-                )
-            )
+            why = f"{wrong} are missing or wrong" if wrong else "it has numbers below 0"
+            raise ValueError(f"not the state of a loader: {why}")
         before, now = state["made_from"], self._describe()
         for name in {**now, **before}:
             if before.get(name) != now.get(name):

@@ -259,11 +259,9 @@ class Phases:
 
     def __str__(self) -> str:
         head = ("phase", "seconds", "computing", "waiting for ranks", "bytes received")
-        order = [n for n in (SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN) if n in self.by_name]
-        rows = [
-            (name, p.seconds, p.computing, p.waiting, p.bytes)
-            for name, p in ((n, self.by_name[n]) for n in order)
-        ]
+        names = (SAMPLE, FETCH, ASSEMBLE, WAIT, TRAIN)
+        found = [(n, self.by_name[n]) for n in names if n in self.by_name]
+        rows = [(n, p.seconds, p.computing, p.waiting, p.bytes) for n, p in found]
         return format_table(head, rows)
 
 

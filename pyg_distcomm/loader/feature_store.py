@@ -559,10 +559,8 @@ class DistFeatureStore(FeatureStore):
             for group, asked in wanted.items():
                 what, total = f"ids of group {group!r}", self.total(group)
                 given, owner = asked if isinstance(asked, tuple) else (asked, None)
-                must = (
-                    f"must be a vector of integers (or in an index, a mask of {total})"
-                )
-                ids = id_vector(given, f"{what} {must}").cpu().long()
+                must = f"a vector of integers (or in an index, a mask of {total})"
+                ids = id_vector(given, f"{what} must be {must}").cpu().long()
                 found[group] = ids
                 check_range(ids, total, what)
                 if owner is not None:

@@ -117,9 +117,9 @@ class DistNeighborLoader(BulkLoading[Graph], NeighborLoader):
     ) -> None:
         drawing = {name: v for name, v in dict(locals()).items() if name in _DRAWING}
         data = self._begin_init(data, options, kwargs, neighbor_sampler)
-        own = transform_sampler_output is not None
+        own: Any = {"own_transform": transform_sampler_output is not None}
         graph, neighbor_sampler = self._sampler_of(
-            data, num_neighbors, neighbor_sampler, kwargs, own, drawing
+            data, num_neighbors, neighbor_sampler, kwargs, drawing, **own
         )
         if self.partitioned_source is None:
             input_nodes = checked_seeds(data, input_nodes)
@@ -199,15 +199,10 @@ class DistLinkNeighborLoader(BulkLoading[Graph], LinkNeighborLoader):
             if neg_sampling_ratio:  # PyG's old name of it
                 neg_sampling = NegativeSampling("binary", neg_sampling_ratio)
             neg_sampling = NegativeSampling.cast(neg_sampling)
-        own = transform_sampler_output is not None
+        own: Any = {"own_transform": transform_sampler_output is not None}
+        name = f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}"
         graph, neighbor_sampler = self._sampler_of(
-            data,
-            num_neighbors,
-            neighbor_sampler,
-            kwargs,
-            own,
-            drawing,
-            loader=f"{type(self).__qualname__}, neg_sampling={_named(neg_sampling)}",
+            data, num_neighbors, neighbor_sampler, kwargs, drawing, loader=name, **own
         )
         if self.partitioned_source is None:
             edge_label_index = checked_links(data, edge_label_index)

@@ -26,7 +26,7 @@ from pyg_distcomm.comm.serialization import allowing
 from pyg_distcomm.kernels.sample_ops import Relation
 from pyg_distcomm.loader.notes import Notes, World, next_name
 from pyg_distcomm.partition.atomic import torch_save
-from pyg_distcomm.sampling.graph_source import read_topology, remember
+from pyg_distcomm.sampling.graph_source import read_topology, remember, store_of
 
 CALLING = "All ranks have to call shared(), since one of each host loads the graph"
 LOADING = (
@@ -89,7 +89,9 @@ def shared(
             written.post({})
         notes = written.collect("get the graph of its host", LOADING)
         _raise_first(notes)
-        graph = _mapped(notes[leader]["file"], mapped)
+        with _posting_errors(mapped):
+            graph = _read(notes[leader]["file"])
+            mapped.post({})
         _raise_first(mapped.collect("see its host's graph mapped", CALLING))
         return graph
     finally:
@@ -204,16 +206,8 @@ def _raise_first(notes: list[dict[str, Any]]) -> None:
             raise RuntimeError(f"rank {rank} could not load the graph: {note['error']}")
 
 
-def _mapped(file: str, notes: Notes) -> Any:
-    """Maps the graph, and posts success, or the error."""
-    graph = None
-    with _posting_errors(notes):
-        graph = _read(file)
-        notes.post({})
-    return graph
-
-
 def _read(file: str) -> Any:
+    """Maps the graph in a file."""
     known = [*_classes(Data), *_classes(HeteroData), *_classes(BaseStorage)]
     known += [DataTensorAttr, DataEdgeAttr, Relation, _OnDisk]
     with allowing(known):
@@ -223,7 +217,7 @@ def _read(file: str) -> Any:
             if isinstance(value, _OnDisk):
                 store[name] = value.open()
     for edge_type, relation in relations:
-        store = data if edge_type is None else data[edge_type]
+        store = store_of(data, edge_type)
         if "edge_index" in store:
             remember(store.edge_index, data, edge_type, relation)
     return data
