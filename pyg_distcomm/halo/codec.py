@@ -363,10 +363,10 @@ def checked_key(codec: Codec, draw: RngKey | None, rows: int) -> RngKey:
     return draw
 
 
-def check_rate(rate: float) -> None:
-    """Raises a ValueError for a compression rate below 1, or one that is not finite."""
+def check_rate(rate: float, name: str = "rate") -> None:
+    """Raises a ValueError for a compression ratio below 1, or one that is not finite."""
     if not 1.0 <= rate < float("inf"):
-        raise ValueError(f"a compression rate is 1 or more, got rate={rate!r}")
+        raise ValueError(f"a compression ratio is 1 or more, got {name}={rate!r}")
 
 
 def share_of(count: int, rate: float) -> int:
@@ -546,13 +546,11 @@ class Quantise(Codec):
         noise = context.key.rounding if self.keyed else None
         if context.writer is not None and out is not None:
             bad: int | Tensor = context.writer(x, noise[0] if noise else 0, out)
-            if self.strict:
-                context.refuse(x, index, bad)
-            return out
-        out = room(self.wire_bytes(context.rows, x.size(1), x.dtype), x, out)
-        if not len(out):
-            return out
-        bad = codec_ops.quantise(x, index, self.bits, noise, out)
+        else:
+            out = room(self.wire_bytes(context.rows, x.size(1), x.dtype), x, out)
+            if not len(out):
+                return out
+            bad = codec_ops.quantise(x, index, self.bits, noise, out)
         if self.strict:
             context.refuse(x, index, bad)
         return out

@@ -287,7 +287,10 @@ class RangeBits(_MixedBits):
             message[:head] = codec_ops.pack_bits(level.to(torch.uint8), 2)
         else:
             level = codec_ops.unpack_bits(message[:head], 2, context.rows)
-        return _rows_by_level(level), message[head:]
+        each = torch.arange(len(LEVELS), device=level.device)
+        counts = (level.unsqueeze(1) == each).sum(0).tolist()  # waits for a device
+        order = torch.argsort(level, stable=True)
+        return zip(LEVELS, order.split(counts), strict=True), message[head:]
 
 
 def _first_unwritable(bad: list[int | Tensor], none: int) -> int | Tensor:
@@ -297,14 +300,6 @@ def _first_unwritable(bad: list[int | Tensor], none: int) -> int | Tensor:
         row = torch.stack(late).amin()
         return row.masked_fill(row == none, -1)
     return min((row for row in bad if isinstance(row, int)), default=-1)
-
-
-def _rows_by_level(level: Tensor) -> list[tuple[int, Tensor]]:
-    """Returns the rows of each number of bits; synchronises once with a device."""
-    each = torch.arange(len(LEVELS), device=level.device)
-    counts = (level.unsqueeze(1) == each).sum(0).tolist()
-    order = torch.argsort(level, stable=True)
-    return list(zip(LEVELS, order.split(counts), strict=True))
 
 
 PICKS = ("prefix", "epoch")

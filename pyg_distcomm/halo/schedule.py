@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from pyg_distcomm.halo.codec import LEVELS, Codec, Quantise
+from pyg_distcomm.halo.codec import LEVELS, Codec, Quantise, check_rate
 from pyg_distcomm.halo.codecs import Chain, DegreeBits
 
 __all__ = ["Adaptive", "Fixed", "Linear", "Schedule"]
@@ -38,7 +38,7 @@ class Fixed(Schedule):
     c: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_ratio("c", self.c)
+        check_rate(self.c, "c")
 
     def rate(self, epoch: int) -> float:
         """Returns c."""
@@ -68,8 +68,8 @@ class Linear(Schedule):
     slope: float = 5.0
 
     def __post_init__(self) -> None:
-        _check_ratio("c_min", self.c_min)
-        _check_ratio("c_max", self.c_max)
+        check_rate(self.c_min, "c_min")
+        check_rate(self.c_max, "c_max")
         if self.c_max < self.c_min:
             raise ValueError(
                 f"c_max={self.c_max} is the ratio at first and must not be below "
@@ -188,8 +188,3 @@ def with_bits(codec: Codec, bits: int) -> Codec:
         return Chain(*codec.stages, with_bits(codec.last, bits))
     assert isinstance(codec, (Quantise, DegreeBits))
     return replace(codec, bits=bits)
-
-
-def _check_ratio(name: str, c: float) -> None:
-    if not 1.0 <= c < math.inf:
-        raise ValueError(f"a compression ratio is 1 or more, got {name}={c}")
