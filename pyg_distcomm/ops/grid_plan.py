@@ -338,12 +338,9 @@ class BlockPlan:
         built.append(_block_of(received, sum_gid, self.own_gid, len(edges)))
         behind = len(edges) + len(received[0])
         built.append(_block_of(received_far, self.own_gid, far_gid, behind))
-        tile, index = (
-            LocalBlocks(*(csr for csr, _ in built)),
-            tuple(i for _, i in built),
-        )
+        blocks, index = zip(*built, strict=True)
         hops = [one for one in (hop, hop_out) if one is not None]
-        return tile, index, Links(ghost, out, sums, forward), hops
+        return LocalBlocks(*blocks), index, Links(ghost, out, sums, forward), hops
 
     def _place(self, gid: Tensor, axis: int) -> Tensor:
         return coordinate(self.partition.owner_of(gid), axis, self.mesh)
@@ -413,12 +410,17 @@ class BlockPlan:
         """Plans the exchange of the given nodes that other ranks own."""
         line = (self.mesh.row, self.mesh.col)[axis]
         if dense:
-            want, counts = _rows_of_others(self.own_gid, line)
+            sizes = collectives.all_gather_counts([len(self.own_gid)], line)
+            counts, op = [count for (count,) in sizes], "plan"
+            ids = collectives.all_gather_rows(self.own_gid, counts, line, op)
         else:
-            place = self._place(gid, axis)
-            away = place != line.rank
-            want, counts = _by_owner(gid[away], place[away], line)
-        return plan_link(want, counts, have_gid, line, dense)
+            ids = gid.unique()
+            owner = self._place(ids, axis)
+            ids = ids[torch.argsort(owner, stable=True)]
+            counts = torch.bincount(owner, minlength=line.size).tolist()
+        parts = enumerate(ids.split(counts))
+        want = [part if i != line.rank else part[:0] for i, part in parts]
+        return plan_link(torch.cat(want), [*map(len, want)], have_gid, line, dense)
 
 
 def _away(ids: Tensor, but: Tensor, own: int, size: int) -> Tensor:
@@ -492,21 +494,6 @@ def _positions(gid: Tensor, among: Tensor) -> Tensor:
     return order.index_select(0, found)
 
 
-def _by_owner(gid: Tensor, place: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
-    wanted, where = torch.unique(gid, return_inverse=True)
-    owner = torch.empty_like(wanted)
-    owner[where] = place
-    order = torch.argsort(owner, stable=True)
-    return wanted[order], torch.bincount(owner, minlength=line.size).tolist()
-
-
-def _rows_of_others(own_gid: Tensor, line: Axis) -> tuple[Tensor, list[int]]:
-    sizes = [row[0] for row in collectives.all_gather_counts([len(own_gid)], line)]
-    gathered = collectives.all_gather_rows(own_gid, sizes, line, "plan").split(sizes)
-    others = [part if i != line.rank else part[:0] for i, part in enumerate(gathered)]
-    return torch.cat(others), [len(part) for part in others]
-
-
 def _silent_link(line: Axis, rows: int) -> tuple[Link, Tensor]:
     none = torch.empty(0, dtype=torch.int64)
     counts = (0,) * line.size
@@ -557,13 +544,8 @@ def build_plan(
     route = EdgeRoute(mesh.world, own_gid[:0], (), (), local=True)
     if mesh.grid[1:] != (1, 1):
         route = _plan_route(edges, partition, mesh)
-        moved = [
-            route.carry(nodes.index_select(0, ids))
-            for nodes, ids in (
-                (edges.columns, edges.source),
-                (edges.rows, edges.target),
-            )
-        ]
+        ends = (edges.columns, edges.source), (edges.rows, edges.target)
+        moved = [route.carry(nodes.index_select(0, ids)) for nodes, ids in ends]
         edges = Edges.of_block(moved, own_gid, partition.num_nodes)
         del moved
     block = BlockPlan(partition, mesh, own_gid, check_halo(halo))
