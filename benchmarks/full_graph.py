@@ -36,6 +36,7 @@ from torch_geometric.data import Data
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.ledger import format_table
+from pyg_distcomm.graph.topology import OperatorKind
 from pyg_distcomm.nn import DistGCNConv
 
 SHAPES = {
@@ -134,8 +135,9 @@ class NaiveConv(DistGCNConv):
         if "naive" not in known:
             ones = torch.ones(len(edge_index.edges))
             topology = edge_index.topology
-            local, value = topology.gcn_norm(ones, False, True, torch.float32)
-            known["naive"] = topology._looped_plan(True, local).valued(value)
+            kind = OperatorKind("gcn", add_self_loops=True)
+            _, value = topology.gcn_norm(ones, kind, torch.float32)
+            known["naive"] = topology._looped_plan(True, False).valued(value)
         z = Naive.apply(x.to_local(), self.lin.weight.t(), known["naive"])
         return pdc.DistTensor.wrap(z + self.bias, edge_index.nodes)
 

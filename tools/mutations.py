@@ -103,7 +103,7 @@ test_tensor.py -k test_losses_are_global_means
         {{over_ranks(torch.stack([out, weight]), rows.mesh) => torch.stack([out, weight])}}
 test_layers.py -k test_arguments_of_the_matrix_layers
     degrees: the loops of an improved GCN count once
-        fill = {{2.0 if improved else 1.0 => 1.0}}
+        fill = {{2.0 if kind.improved else 1.0 => 1.0}}
 test_share.py test_ordering.py -k test_cached_operators or test_ranks_compare_changes
     cache: an operator with weights is kept when they change
         if same{{ and seen_version == version => }}:

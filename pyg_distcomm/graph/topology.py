@@ -621,11 +621,10 @@ class Topology:
         """Returns a matrix with its values, which are learnt where gradients are on."""
         plan = self._looped_plan(kind.add_self_loops, computed)  # before values exist
         if kind.normalize:
-            link = (
-                None if exchange is None else exchange.wrap(self.locals.halo, DEGREES)
-            )
-            loops = kind.improved, kind.add_self_loops
-            value = self.gcn_norm(weight, *loops, dtype, link)[1]
+            degrees = None
+            if exchange is not None:
+                degrees = exchange.wrap(self.locals.halo, DEGREES)
+            value = self.gcn_norm(weight, kind, dtype, degrees)[1]
         else:
             assert weight is not None
             value = weight.to(dtype)
@@ -648,8 +647,7 @@ class Topology:
     def gcn_norm(
         self,
         weight: Tensor | None,
-        improved: bool,
-        add_self_loops: bool,
+        kind: OperatorKind,
         dtype: torch.dtype,
         link: Link | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -657,10 +655,9 @@ class Topology:
 
         With gradients switched off ends are of the narrowest index type, and are not kept.
         """
-        here, rows, loops = self.locals, self.edges, add_self_loops
-        kept = torch.is_grad_enabled()
+        here, kept = self.locals, torch.is_grad_enabled()
         ends = [here.ends if kept else here.make_ends()]  # popped: freed when looped
-        return gcn_norm(here, ends.pop(), rows, weight, improved, loops, dtype, link)
+        return gcn_norm(here, ends.pop(), self.edges, weight, kind, dtype, link)
 
     def _cached_operator(
         self,
@@ -790,8 +787,7 @@ def gcn_norm(
     edge_index: Tensor,
     rows: Rows,
     weight: Tensor | None,
-    improved: bool,
-    add_self_loops: bool,
+    kind: OperatorKind,
     dtype: torch.dtype,
     link: Link | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -803,8 +799,8 @@ def gcn_norm(
     [2, e'], [e'].
     Price: one word per ghost, for its degree, over `link` if it is given.
     """
-    fill = 2.0 if improved else 1.0
-    if add_self_loops:
+    fill = 2.0 if kind.improved else 1.0
+    if kind.add_self_loops:
         places = loop_places(here, edge_index, rows)
         edge_index, weight = _with_loops(edge_index, places, here.num_own, weight, fill)
     if weight is None:

@@ -365,13 +365,11 @@ class ChunkTopology(Topology):
         """Returns the chunk's rows of a matrix, degrees taken over the whole graph."""
         run, plan, chunk, here = self.run, self.run.plan, self.chunk, self.locals
         if weight is None:
-            how = kind.improved, kind.add_self_loops, dtype
-            planned = plan.gcn(*how) if kind.normalize else plan.sum
+            planned = plan.gcn(kind, dtype) if kind.normalize else plan.sum
             return ChunkMatrix(lambda x: run.read(x, planned, chunk))
         edges = here.ends
         if kind.normalize:
-            loops = kind.improved, kind.add_self_loops
-            edges, weight = self.gcn_norm(weight, *loops, dtype)
+            edges, weight = self.gcn_norm(weight, kind, dtype)
 
         def multiply(x: Tensor) -> Tensor:
             values = weight.to(x.dtype).unsqueeze(1)

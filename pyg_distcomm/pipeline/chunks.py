@@ -39,7 +39,7 @@ from torch.autograd.function import once_differentiable
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm.consistency import check_alike, on_all_ranks
 from pyg_distcomm.comm.mesh import Mesh
-from pyg_distcomm.graph.topology import LocalGraph, Topology, gcn_norm
+from pyg_distcomm.graph.topology import LocalGraph, OperatorKind, Topology, gcn_norm
 from pyg_distcomm.halo.halo import Halo, Link
 from pyg_distcomm.ops.csr import CSR, Pattern
 from pyg_distcomm.partition.cutters import cut
@@ -197,19 +197,18 @@ class ChunkPlan:
         source, target = self.ends
         return Operator.build(target, source, None, self.own.bounds, self.counts)
 
-    def gcn(self, improved: bool, loops: bool, dtype: torch.dtype) -> Operator:
+    def gcn(self, kind: OperatorKind, dtype: torch.dtype) -> Operator:
         """Returns the symmetrically normalised matrix; collective at its first use."""
 
         def make() -> Operator:
             here, edges = self.topology.locals, self.topology.edges
             with torch.no_grad():
-                how = None, improved, loops, dtype
-                ends, value = gcn_norm(here, here.ends, edges, *how)
+                ends, value = gcn_norm(here, here.ends, edges, None, kind, dtype)
             place = torch.cat([self.own.place, self.counts[0] + self.ghost.place])
             col, row = place[ends[0]], self.own.place[ends[1]]
             return Operator.build(row, col, value, self.own.bounds, self.counts)
 
-        return self._cached((improved, loops, dtype), make)  # type: ignore[no-any-return]
+        return self._cached((kind, dtype), make)  # type: ignore[no-any-return]
 
     def _cached(self, kind: Any, make: Callable[[], Any]) -> Any:
         if kind not in self._made:
