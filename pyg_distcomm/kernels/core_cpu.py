@@ -254,8 +254,7 @@ def coo_to_csr(
     col_sorted = torch.empty(len(rows), dtype=core_ops.column_dtype(col))
     perm = torch.empty(len(rows), dtype=rowptr.dtype)
     cursor = rowptr.clone().numpy()
-    args = (rows, vector(col), cursor, col_sorted.numpy(), perm.numpy())
-    core_jit.place(*args)
+    core_jit.place(rows, vector(col), cursor, col_sorted.numpy(), perm.numpy())
     return rowptr, col_sorted, perm
 
 
@@ -271,8 +270,8 @@ def csr_transpose(
     row_t = torch.empty(len(part), dtype=core_ops.offset_dtype(len(pointers) - 1))
     perm = torch.empty(len(part), dtype=core_ops.offset_dtype(len(col)))
     cursor = rowptr_t.clone().numpy()
-    args = (pointers, vector(col)), cursor, row_t.numpy(), perm.numpy()
-    core_jit.place_transposed(*args)
+    csr = pointers, vector(col)
+    core_jit.place_transposed(csr, cursor, row_t.numpy(), perm.numpy())
     return rowptr_t, row_t, perm
 
 
@@ -282,8 +281,7 @@ def place_pairs(
     """Runs `core_ops.place_pairs`, on one thread."""
     memory.advise(pair)
     ids = vector(target), vector(source), vector(edge)
-    args = (*ids, cursor.numpy(), pair.numpy())
-    core_jit.place_pairs(*args)
+    core_jit.place_pairs(*ids, cursor.numpy(), pair.numpy())
     return pair
 
 
@@ -297,8 +295,8 @@ def hash_edges(source: Tensor, target: Tensor, place: Tensor) -> Tensor:
     """Runs `core_ops.hash_edges`, on one thread."""
     out = torch.empty(1, dtype=torch.int64)
     odd = np.array(core_ops.HASH_ODD)
-    args = (odd, vector(source), vector(target), vector(place), out.numpy())
-    core_jit.hash_edges(*args)
+    edges = vector(source), vector(target), vector(place)
+    core_jit.hash_edges(odd, *edges, out.numpy())
     return out[0]
 
 
@@ -358,8 +356,8 @@ def warm_up() -> None:
         gather_rows(x, k)
         scatter_add_rows(x.clone(), k, x)
         coo_to_csr(k, k, 1)
-    for work in (keyed_bits, keyed_mask):
-        work(0, index.long(), 1, *((0.5,) if work is keyed_mask else ()))
+    keyed_bits(0, index.long(), 1)
+    keyed_mask(0, index.long(), 1, 0.5)
     keyed_dropout(x, 0, index.long(), 0.5)
 
 

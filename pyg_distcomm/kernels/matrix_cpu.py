@@ -97,18 +97,14 @@ class WeightedSampler:
         try:
             tree = self._trees.pop()
         except IndexError:
-            tree = self._tree()
+            tree = np.zeros(len(self._value) + 1, np.int64)
+            loops.grow(self._value, 0, len(self._value), tree)
         entry, left = _empty_draws(ptr)
         row = (tree, self._value, 0, len(self._value), self._total)
         draws, out = (_long(keys), _long(ptr)), (entry.numpy(), left.numpy())
         loops.draw_shared(row, self._count, draws, replace, out)
         self._trees.append(tree)
         return entry, left
-
-    def _tree(self) -> Array:
-        tree = np.zeros(len(self._value) + 1, np.int64)
-        loops.grow(self._value, 0, len(self._value), tree)
-        return tree
 
 
 weighted_sampler = WeightedSampler
