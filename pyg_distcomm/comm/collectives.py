@@ -544,10 +544,18 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     """
     if axis.size == 1:
         return [value]
-    own_data = torch.frombuffer(_encode(value), dtype=torch.uint8)
+    try:
+        packed = encode((True, value))
+    except TypeError as error:
+        packed = encode((False, str(error)))
+    own_data = torch.frombuffer(packed, dtype=torch.uint8)
     sizes = exchange_counts([own_data.numel()] * axis.size, axis)
-    gathered = all_gather_rows(own_data, sizes, axis, op="plan")
-    return [_decode(part) for part in gathered.split(sizes)]
+    gathered = all_gather_rows(own_data, sizes, axis, op="plan").cpu()
+    found = [decode(part.numpy().data) for part in gathered.split(sizes)]
+    problem = next((text for fine, text in found if not fine), None)
+    if problem is not None:
+        raise TypeError(problem)
+    return [other for _, other in found]
 
 
 def broadcast_object(value: Any, axis: Axis) -> Any:
@@ -557,20 +565,6 @@ def broadcast_object(value: Any, axis: Axis) -> Any:
         TypeError: on all ranks, if the value cannot be sent as data.
     """
     return all_gather_object(value if axis.rank == 0 else None, axis)[0]
-
-
-def _encode(value: Any) -> bytearray:
-    try:
-        return encode((True, value))
-    except TypeError as error:
-        return encode((False, str(error)))
-
-
-def _decode(data: Tensor) -> Any:
-    fine, value = decode(data.cpu().numpy().data)
-    if not fine:
-        raise TypeError(value)
-    return value
 
 
 def _global_rank(rank: int, axis: Axis) -> int:

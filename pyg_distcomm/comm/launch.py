@@ -179,9 +179,8 @@ def _rank_main(
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         trace_text = "".join(traceback.format_exception(error))
-        _send(
-            pipe, (False, (type(error).__name__, _picklable_or_none(error), trace_text))
-        )
+        told = type(error).__name__, _picklable_or_none(error), trace_text
+        _send(pipe, (False, told))
     finally:
         pipe.close()
         drain_at_exit()  # the process ends without atexit
@@ -337,9 +336,7 @@ class on_preempt:
             )
         self._save, self._mesh = save, mesh
         self._signal, self._signal_time, self._process = 0, 0.0, os.getpid()
-        self._previous_handlers = {
-            number: signal.getsignal(number) for number in SIGNALS
-        }
+        self._previous_handlers = {n: signal.getsignal(n) for n in SIGNALS}
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
 
@@ -362,10 +359,8 @@ class on_preempt:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        again = (
-            number == self._signal
-            and time.monotonic() > self._signal_time + _REPEAT_AFTER
-        )
+        late = time.monotonic() > self._signal_time + _REPEAT_AFTER
+        again = number == self._signal and late
         if again or os.getpid() != self._process:  # a fork: not one of the ranks
             self.close()
             signal.raise_signal(number)

@@ -195,9 +195,8 @@ class trace(contextlib.ContextDecorator):
                 _write(self.path, parts, {"ranks": len(parts)})
             except Exception as error:  # the others wait for the outcome
                 why = getattr(error, "strerror", None) or error
-                problem = (
-                    f"{self.path}: cannot be written: {why}; trace to another place"
-                )
+                advice = "trace to another place"
+                problem = f"{self.path}: cannot be written: {why}; {advice}"
         return str(collectives.broadcast_object(problem, axis))
 
     def _write_own(self, error: BaseException, events: list[Event]) -> None:
