@@ -376,9 +376,8 @@ def _read(folder: Path, parts: list[str], extra: list[str]) -> dict[str, Any]:
     Raises:
         ValueError: naming the folder, if it is damaged, or holds no such part or value.
     """
-    there = {
-        part: folder / _file(part) for part in (*parts, *(["extra"] if extra else []))
-    }
+    wanted = [*parts, "extra"] if extra else parts
+    there = {part: folder / _file(part) for part in wanted}
     check_files(folder, *(path.name for path in there.values()))
     has = sorted(path.name.split(".")[1] for path in folder.glob(_file("*")))
     state: dict[str, Any] = {"extra": {}}

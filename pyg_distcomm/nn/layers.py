@@ -132,9 +132,7 @@ class _Relation:
         self.here: LocalGraph = edges.topology.locals
         warn_about_grid(layer, edges.topology, "it attends over all in-edges")
         context = LayerContext(layer, layer.link, edges)
-        self.exchange: LayerExchange | None = (
-            context.exchange() if context.is_coded else None
-        )
+        self.exchange: LayerExchange | None = context.exchange()
 
     def fetched(self, x: Tensor, number: int, exact: str = "") -> Tensor:
         """Returns own and ghost rows `[m + h, ...]` of own sources.
@@ -239,11 +237,9 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
             if rows is None:
                 rows = relation.fetched(local, 0, "attention depends on it")
             ghosts = rows[len(local) :]
-            weight, bias = (
-                entered(lin.weight, mesh),
-                entered(lin.bias, mesh),
+            ghosts = F.linear(
+                ghosts, *(entered(p, mesh) for p in (lin.weight, lin.bias))
             )
-            ghosts = F.linear(ghosts, weight, bias)
             k = torch.cat([own[:, :width], ghosts[:, :width]])
             v = torch.cat([own[:, 2 * width :], ghosts[:, 2 * width :]])
         types, number = len(self.edge_types), self.edge_types_map[key]

@@ -682,9 +682,8 @@ def _cut_operands(
 
     def cut(value: Any) -> Any:
         if isinstance(value, LeadingRows):
-            return (
-                leading(value)[:rows] if len(leading(value)) > rows else leading(value)
-            )
+            found = leading(value)
+            return found[:rows] if len(found) > rows else found
         if not isinstance(value, Tensor) or weights or value.dim() < dim:
             return value
         if value.dim() == dim and len(value) == total and total != 1:

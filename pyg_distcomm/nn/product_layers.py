@@ -186,9 +186,8 @@ def _edges_of_product(
     fits = all(are_rows_of(x, topology) and x.is_floating_point() for x in rows)
     fits = fits and conv.flow == "source_to_target"
     fits = fits and not (getattr(conv, "add_self_loops", False) and edge_index.looped)
-    return (
-        topology if fits and is_product(conv, base, *linears, biased=biased) else None
-    )
+    fits = fits and is_product(conv, base, *linears, biased=biased)
+    return topology if fits else None
 
 
 def _weights_of(edge_index: Any, weight: Any, topology: Topology) -> tuple[bool, Any]:

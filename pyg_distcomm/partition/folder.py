@@ -388,11 +388,6 @@ def graph_kinds(
     return found
 
 
-def _is_of_graph(store: Any, name: str) -> bool:
-    """Returns whether an attribute is of the graph by its name, whatever its length."""
-    return name == "ptr" or name.endswith("_ptr") or labels_own_index(store, name)
-
-
 def attribute_kinds(
     data: Data, node_attrs: Iterable[str] = (), edge_attrs: Iterable[str] = ()
 ) -> dict[str, Kind]:
@@ -431,7 +426,9 @@ def _attribute_kind(
     """Returns the kind of an attribute of a store, where there are as many of each kind."""
     length = _length(data, store, name)
     declared = declared or batch_kind(data, store, name)
-    if declared == "graph" or (declared is None and _is_of_graph(store, name)):
+    # whatever its length
+    by_name = name == "ptr" or name.endswith("_ptr") or labels_own_index(store, name)
+    if declared == "graph" or (declared is None and by_name):
         return "graph"
     if declared is not None:
         if length != counts.get(declared):

@@ -133,11 +133,9 @@ def epoch_price(mesh: Mesh, stage: Stage, weights: Sequence[Tensor]) -> EpochPri
     run, axis, own = stage.run, mesh.stage, stage.run.plan.own
     messages = sum(end > begin for begin, end in itertools.pairwise(own.bounds))
     boxes = stage.inbox, None if axis.rank == axis.size - 1 else stage.outbox
-    borders = [  # rows one way, their gradients the other
-        (Price(box.numel(), box.numel(), messages), box.element_size())
-        for box in boxes
-        if box is not None
-    ]
+    # rows one way, their gradients the other
+    ends = ((box.numel(), box.element_size()) for box in boxes if box is not None)
+    borders = [(Price(n, n, messages), size) for n, size in ends]
     counts = Counter[torch.dtype]()
     for p in weights:
         counts[p.dtype] += p.numel() + 1  # and whether it has one

@@ -328,9 +328,8 @@ class Training:
 
     def uncounted(self, over_a_link: bool) -> str:
         """Returns what the model sends, or may, beside what a plan counts."""
-        return "; ".join(
-            filter(None, (self.missing, self.against if over_a_link else ""))
-        )
+        more = self.against if over_a_link else ""
+        return "; ".join(filter(None, (self.missing, more)))
 
     @property
     def runs_by_halo(self) -> bool:

@@ -44,16 +44,7 @@ from pyg_distcomm.sharded.edges import DistEdgeIndex
 
 LOADER = "loader: "  # begins the names of a loader's phases
 RUN, ROWS, TRACE = "run.json", "metrics.jsonl", "trace.json.gz"
-RESERVED = (
-    "epoch",
-    "start",
-    "seconds",
-    "bytes",
-    "waits",
-    "phases",
-    "imbalance",
-    "by_rank",
-)
+RESERVED = "epoch start seconds bytes waits phases imbalance by_rank".split()
 Row = dict[str, Any]
 
 
