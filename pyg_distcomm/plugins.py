@@ -14,13 +14,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-__all__ = [
-    "CODECS",
-    "CUTTERS",
-    "RULES",
-    "load",
-    "registered",
-]
+__all__ = ["CODECS", "CUTTERS", "RULES", "load", "registered"]
 
 CUTTERS = "pyg_distcomm.cutters"
 CODECS = "pyg_distcomm.codecs"

@@ -19,12 +19,7 @@ import torch
 
 from pyg_distcomm.process import PROCESS
 
-__all__ = [
-    "Ledger",
-    "Price",
-    "dense_words",
-    "format_table",
-]
+__all__ = ["Ledger", "Price", "dense_words", "format_table"]
 
 
 @dataclass
@@ -79,12 +74,7 @@ class Ledger:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.Lock())
 
-    def note(
-        self,
-        op: str,
-        axis: str,
-        **counts: int,
-    ) -> Exchange | None:
+    def note(self, op: str, axis: str, **counts: int) -> Exchange | None:
         """Adds one operation, with its words, bytes, sent_bytes and messages.
 
         A parent counts it too. In a trace, returns what is called after the wait for it.

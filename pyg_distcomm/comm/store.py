@@ -375,12 +375,7 @@ def _missing_ranks_error(
 
 
 def gather_notes(
-    store: StoreMailbox,
-    name: str,
-    rank: int,
-    size: int,
-    timeout: float,
-    note: Any = "",
+    store: StoreMailbox, name: str, rank: int, size: int, timeout: float, note: Any = ""
 ) -> list[Any]:
     """Posts a note, waits for the notes of all ranks, and returns them.
 

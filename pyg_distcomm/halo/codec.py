@@ -256,10 +256,7 @@ class Codec(abc.ABC):
 
     @final
     def decode(
-        self,
-        message: Tensor,
-        out: Tensor,
-        draw: RngKey | None = None,
+        self, message: Tensor, out: Tensor, draw: RngKey | None = None
     ) -> Tensor:
         """Reads a message into `out` `[m, f]`, and returns it."""
         context = self._context(len(out), draw)

@@ -179,12 +179,7 @@ def _parts(message: Tensor, rows: int, width: int, bits: int) -> Parts:
 
 @jit
 def copy_columns(
-    rows: Matrix,
-    index: Array | None,
-    columns: Array,
-    out: Array,
-    begin: int,
-    end: int,
+    rows: Matrix, index: Array | None, columns: Array, out: Array, begin: int, end: int
 ) -> None:
     (x, ld), count = rows, len(columns)
     for r in range(begin, end):
@@ -196,13 +191,7 @@ def copy_columns(
 
 @jit
 def spread_columns(
-    y: Array,
-    columns: Array,
-    scale: Any,
-    target: Matrix,
-    f: int,
-    begin: int,
-    end: int,
+    y: Array, columns: Array, scale: Any, target: Matrix, f: int, begin: int, end: int
 ) -> None:
     (out, ld), count = target, len(columns)
     for r in range(begin, end):

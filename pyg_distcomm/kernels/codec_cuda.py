@@ -123,14 +123,7 @@ def quantise_loop(
 
 @triton.jit
 def constants_loop(
-    packed,
-    heads,
-    kinds,
-    words,
-    rows,
-    width,
-    BITS: tl.constexpr,
-    ROWS: tl.constexpr,
+    packed, heads, kinds, words, rows, width, BITS: tl.constexpr, ROWS: tl.constexpr
 ):
     """Joins the codes of rows of one number to the bits that lead them."""
     TOP: tl.constexpr = (1 << BITS) - 1
@@ -219,15 +212,7 @@ def unpack_loop(packed, out, count, BITS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def take_columns_loop(
-    x,
-    ld,
-    index,
-    columns,
-    out,
-    total,
-    count,
-    INDEXED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, ld, index, columns, out, total, count, INDEXED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Copies BLOCK numbers of chosen columns."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -238,16 +223,7 @@ def take_columns_loop(
 
 
 @triton.jit
-def put_columns_loop(
-    y,
-    columns,
-    scale,
-    out,
-    ld,
-    total,
-    count,
-    BLOCK: tl.constexpr,
-):
+def put_columns_loop(y, columns, scale, out, ld, total, count, BLOCK: tl.constexpr):
     """Puts BLOCK numbers back into their columns, scaled."""
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     r, live = k // count, k < total

@@ -273,10 +273,7 @@ class DistFeatureStore(FeatureStore):
     """
 
     def __init__(
-        self,
-        channel: ProcessGrid | Mesh,
-        *,
-        wire: Wire | Mapping[str, Wire] = None,
+        self, channel: ProcessGrid | Mesh, *, wire: Wire | Mapping[str, Wire] = None
     ) -> None:
         super().__init__(RowsAttr)
         by_name = wire if isinstance(wire, Mapping) else {}

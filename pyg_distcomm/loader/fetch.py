@@ -362,10 +362,7 @@ class Fetch:
         return round_
 
     def _exchange_ids(
-        self,
-        round_: RowRound,
-        queries: Mapping[RowGroup, GroupQuery],
-        asked: Counts,
+        self, round_: RowRound, queries: Mapping[RowGroup, GroupQuery], asked: Counts
     ) -> dict[RowGroup, Tensor]:
         """Sends ids to the ranks of their rows; returns those that are requested here."""
         # by rank, and within that by group

@@ -246,9 +246,7 @@ class DistHGTConv(HaloExecution, pyg.HGTConv):
         chosen = torch.arange(heads, device=k.device) * types + number
         k, v = (
             torch.einsum(
-                "nhd,hdc->nhc",
-                z.view(-1, heads, depth),
-                entered(w, mesh)[chosen],
+                "nhd,hdc->nhc", z.view(-1, heads, depth), entered(w, mesh)[chosen]
             )
             for z, w in ((k, self.k_rel.weight), (v, self.v_rel.weight))
         )

@@ -517,9 +517,7 @@ class Pipeline(torch.nn.Module):
             return self.layers.load_state_dict(own_state, strict=strict, assign=assign)
 
     def save(
-        self,
-        path: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
+        self, path: str | Path, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         """Writes weights, optimizer, epoch and history to a folder; collective.
 

@@ -303,9 +303,7 @@ def _codec_name(codec: Codec) -> str:
 
 
 def epoch_cost(
-    traffic: Traffic,
-    training: Training,
-    link: LinkPolicy | None,
+    traffic: Traffic, training: Training, link: LinkPolicy | None
 ) -> dict[str, Any]:
     """Returns the cost of an epoch, as fields of a `Plan`.
 
@@ -363,9 +361,7 @@ def _totals(
 
 
 def _memory(
-    traffic: Traffic,
-    training: Training,
-    products: list[ProductShape],
+    traffic: Traffic, training: Training, products: list[ProductShape]
 ) -> Array:
     """Returns an estimate of the bytes allocated on each rank at the peak of an epoch.
 

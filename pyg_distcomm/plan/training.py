@@ -156,14 +156,7 @@ class RunRecorder:
             record.width_out = first.size(-1)
             _at_gradients(out, lambda: setattr(self, "now", record))
 
-    def note(
-        self,
-        how: str,
-        x: Tensor,
-        axis: Axis,
-        *,
-        known: bool = True,
-    ) -> None:
+    def note(self, how: str, x: Tensor, axis: Axis, *, known: bool = True) -> None:
         """Records what more ranks would do with a tensor; see `Axis.observer`.
 
         Args:

@@ -42,20 +42,11 @@ from pyg_distcomm.kernels.sample_ops import (
     Request,
     UnweightedNode,
 )
-from pyg_distcomm.sampling.algebra import (
-    BulkMatrix,
-    BulkNodes,
-    add,
-    offsets,
-)
+from pyg_distcomm.sampling.algebra import BulkMatrix, BulkNodes, add, offsets
 from pyg_distcomm.sampling.graph_block import GraphBlock, read_block
 from pyg_distcomm.sampling.graph_source import SampledTopology
 from pyg_distcomm.sampling.layer_graph import MOST_ROWS, LayerEdges, LocalLayerGraph
-from pyg_distcomm.sampling.neighbor_sampler import (
-    LABOR,
-    KeyedNeighborSampler,
-    Output,
-)
+from pyg_distcomm.sampling.neighbor_sampler import LABOR, KeyedNeighborSampler, Output
 from pyg_distcomm.sampling.row_service import RemoteRows, RowQuery, RowRequest, RowRound
 from pyg_distcomm.sampling.rules import Rule
 

@@ -170,10 +170,7 @@ def by_parts(func: Any, args: Any, kwargs: Any, dims: list[int], keep: bool) -> 
 
 
 _reduction(
-    aten.linalg_vector_norm.default,
-    aten.norm.Scalar,
-    aten.norm.ScalarOpt_dim,
-    at=2,
+    aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, at=2
 )(by_parts)
 
 
