@@ -277,7 +277,7 @@ def test_references_and_citations_agree():
 
 # what house_metrics counts; a bound may only fall
 BOUNDS = {
-    "lines": 53_592,
+    "lines": 53_348,
     "modules": 139,
     "lines of tests and their helpers": 36_105,
     "lines of CONTRIBUTING.md": 250,
