@@ -36,13 +36,13 @@ def _every_layer():
 
 
 @tiers.parametrize(
-    ("name", "graph", "cutter", "grid"), list(_every_layer()), slice(20, None, 150)
+    ("name", "graph", "cutter", "grid"), list(_every_layer()), slice(18, None, 152)
 )
 def test_outputs_and_gradients_are_pygs(name, graph, cutter, grid):
     worlds.run(exact, math.prod(grid), name, graph, cutter, grid)
 
 
-@pytest.mark.parametrize("grid", [(2, 2, 1), (3, 1, 1)])
+@pytest.mark.parametrize("grid", [(1, 2, 1), (2, 1, 1)])
 @worlds.on()
 def test_sums_are_products_where_these_are_fewer_words(grid):
     """A GIN layer on a grid where its sums are fewer words, and its exact price."""
@@ -81,6 +81,7 @@ def counting(name, summed):
 @tiers.parametrize(
     ("grid", "graph", "cutter", "all_of_them"),
     [
+        ((1, 2, 1), "directed", "random", True),
         ((2, 2, 1), "loops_and_copies", "random", True),
         ((1, 2, 2), "directed", "empty_rank", True),
         ((1, 2, 1), "star", "empty_rank", False),
