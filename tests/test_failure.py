@@ -53,7 +53,7 @@ def _raises_inside():
 
 def test_launch_raises_the_first_cause():
     with pytest.raises(KeyError, match="step 3") as error:
-        pdc.launch(_raises_inside, 3, timeout=300)
+        pdc.launch(_raises_inside, 2, timeout=300)
     assert "rank 1 failed with KeyError" in str(error.value.__cause__)
     assert "_raises_inside" in str(error.value.__cause__)
 
@@ -73,12 +73,10 @@ def _dies(folder):
 
 def test_the_others_name_the_rank_that_died(tmp_path):
     with pytest.raises(pdc.RankError, match="signal 9"):
-        pdc.launch(_dies, 3, str(tmp_path), timeout=300)
-    for rank in (0, 2):
-        told = (tmp_path / str(rank)).read_text()
-        assert "lost another rank" in told
-        # on a busy machine another may be late to say that it noticed
-        assert re.search(r"nothing was heard of rank\(s\) [\d, ]*\b1\b", told)
+        pdc.launch(_dies, 2, str(tmp_path), timeout=300)
+    told = (tmp_path / "0").read_text()
+    assert "lost another rank" in told
+    assert "nothing was heard of rank(s) 1" in told
 
 
 def test_launch_explains_what_it_cannot_send():
@@ -113,7 +111,7 @@ def test_launch_raises_the_cause_and_not_what_gloo_makes_of_it():
         pdc.launch(_fails_beside_a_collective_of_the_scripts_own, 2, timeout=300)
 
 
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@tiers.parametrize("size", [1, 2, 3], [2])
 @worlds.on()
 def test_bad_input_raises_on_all_ranks_alike(size):
     mesh, good = worlds.mesh(), GRAPHS["undirected"]()
