@@ -64,7 +64,7 @@ def test_what_does_not_go_together_is_refused():
 def misused(how):
     """Does what all ranks refuse alike."""
     link = LinkPolicy(ONE, late=1, exact_last=False)
-    _, share, net = build((3, 1, 1), link)
+    _, share, net = build((2, 1, 1), link)
     x = share.x.clone().requires_grad_()
     if how == "step":
         epoch(net, share)
@@ -85,7 +85,7 @@ def misused(how):
         net(share.x, share.edge_index)
 
 
-@worlds.on(3)
+@worlds.on(2)
 def test_misuse_is_refused_on_all_ranks():
     for how, text in {
         "step": r"layer \d .DistGCNConv.*link.step\(\) once",
@@ -109,13 +109,13 @@ def _diverges():
 
 def test_what_diverged_is_told_on_all_ranks():
     with pytest.raises(ValueError, match=r"layer 0 \(DistGCNConv\).*diverged"):
-        pdc.launch(_diverges, 3, timeout=300)
+        pdc.launch(_diverges, 2, timeout=300)
 
 
-@worlds.on(3)
+@worlds.on(2)
 def test_a_lost_loss_is_told_on_all_ranks_or_none():
     link = pdc.Sylvie(adaptive=True)
-    mesh, share, net = build((3, 1, 1), link)
+    mesh, share, net = build((2, 1, 1), link)
     epoch(net, share)
     link.step(float("nan") if mesh.rank == 1 else 1.0)
     epoch(net, share)
@@ -124,7 +124,7 @@ def test_a_lost_loss_is_told_on_all_ranks_or_none():
             link.step(1.0 if mesh.rank else lost)
 
 
-@worlds.on(3)
+@worlds.on(2)
 def test_bits_by_degree_are_for_nodes_of_one_type():
     mesh, data = worlds.mesh(), GRAPHS["directed"]()
     link = pdc.Sylvie(8, late=0, by_degree=True, exact_last=False)
