@@ -23,7 +23,7 @@ from pyg_distcomm.loader.fetch import EDGES
 pytestmark = pytest.mark.usefixtures("place")
 
 WORLDS = [(p, c) for p in (1, 2, 3, 4) for c in range(1, p + 1) if p % c == 0]
-everywhere = tiers.parametrize(("size", "c"), WORLDS, [(1, 1), (2, 1), (4, 2)])
+everywhere = tiers.parametrize(("size", "c"), WORLDS, [(1, 1), (2, 1)])
 
 
 def in_turn(names, cases, default):
@@ -67,7 +67,7 @@ CUTS = (
 )
 
 
-@in_turn(("cutter", "graph"), CUTS, {(1, 1): [0], (2, 1): [1, 3], (4, 2): [0, 2]})
+@in_turn(("cutter", "graph"), CUTS, {(1, 1): [0], (2, 1): [1, 3], (4, 2): [0]})
 @worlds.on()
 def test_rows_are_those_of_the_whole_tensor(size, c, cutter, graph):
     road, data, share = shared(c, graph, cutter)
@@ -170,7 +170,7 @@ def test_groups_of_a_heterogeneous_graph(size, c):
 WAYS = [(None, 0), ("fp16", 0.2), ("int8", 7)]
 
 
-@in_turn(("form", "cache"), WAYS, {(1, 1): [0], (2, 1): [2], (4, 2): [0, 1]})
+@in_turn(("form", "cache"), WAYS, {(1, 1): [0], (2, 1): [2], (4, 2): [1]})
 @worlds.on()
 def test_the_ledger_says_what_the_price_says(size, c, form, cache):
     road, data, share = shared(c)
@@ -198,7 +198,7 @@ def test_the_ledger_says_what_the_price_says(size, c, form, cache):
             assert sum(want[EDGES]) == 0
 
 
-@everywhere
+@tiers.parametrize(("size", "c"), WORLDS, [(4, 2)])
 @worlds.on()
 def test_traffic_falls_with_replication_and_the_cache(size, c):
     road = channel(c)
@@ -265,12 +265,15 @@ def test_the_cache_is_the_same_on_all_ranks(size, c, ranking):
     assert ranking == "degree" or kept == list(range(32, 40))
 
 
+FOUR = tiers.rarely(4, "random", (2, 2, 1))
+
+
 @tiers.parametrize(
     "graph", ["directed", "star", "isolated", "tiny", "edgeless"], slice(0, None, 3)
 )
 @pytest.mark.parametrize(
     ("size", "cutter", "grid"),
-    [(1, "block", (1, 1, 1)), (3, "empty_rank", (3, 1, 1)), (4, "random", (2, 2, 1))],
+    [(1, "block", (1, 1, 1)), (3, "empty_rank", (3, 1, 1)), FOUR],
 )
 @worlds.on()
 def test_hot_rows_are_those_of_highest_out_degree(graph, size, cutter, grid):
@@ -314,7 +317,7 @@ def test_what_makes_no_sense_is_refused(size):
 FORMS = [("fp16",), ("bf16",), ("int8",)]
 
 
-@in_turn(["form"], FORMS, {(1, 1): [0], (2, 1): [1, 2], (4, 2): [0]})
+@in_turn(["form"], FORMS, {(2, 1): [0, 1, 2]})
 @worlds.on()
 def test_rows_on_the_wire_are_coded(size, c, form):
     road, data, share = shared(c)
@@ -384,7 +387,7 @@ def test_values_that_a_codec_cannot_send_are_refused(form):
 
 def test_what_a_codec_draws_depends_on_the_row_alone():
     seen = {}
-    for size in (2, 3, 4):
+    for size in (2, 3):
         for rows, mine, x in worlds.run(_drawn, size, size):
             for i in (~mine).nonzero().view(-1).tolist():
                 assert torch.equal(seen.setdefault(i, rows[i]), rows[i])
