@@ -331,15 +331,6 @@ def test_bytes_are_foretold_whatever_the_link(stack, link):
         assert bool(out.isfinite().all())
 
 
-@tiers.parametrize("recompute", [True, False], [])
-def test_late_rows_of_frozen_weights_become_exact(recompute):
-    how = {"epochs": 9, "lr": 0.0, "chunks": 1, "recompute": recompute}
-    run = functools.partial(train, **how)
-    want, got = (worlds.run(run, 4, 2, x) for x in ("none", "late, the last too"))
-    for mine, theirs in zip(got, want, strict=True):
-        torch.testing.assert_close(mine[3], theirs[3], rtol=1e-9, atol=1e-9)
-
-
 @worlds.on(2)
 def test_links_that_do_not_go_with_chunks_are_refused():
     mesh = worlds.mesh()
@@ -392,15 +383,6 @@ def test_what_must_be_exact_is_exact(stack):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@tiers.parametrize("link", ["8 bits", "one bit, late", "varco"], [])
-def test_results_do_not_depend_on_stages(link):
-    (want, *_), _ = worlds.run(train, 2, 1, link)
-    for balance in ([3, 5], [7, 1]):  # the last reads no neighbours
-        run = functools.partial(train, balance=balance)
-        for losses, *_ in worlds.run(run, 4, 2, link):
-            assert losses == pytest.approx(want, rel=1e-9)
-
-
 def _resumed(stages, link, path, first, balance):
     run = made(stages, link, balance=balance)
     if first:
@@ -428,10 +410,10 @@ def test_what_a_link_keeps_is_saved_with_the_pipeline(link, tmp_path):
             assert losses == want
 
 
-@worlds.on(4)
+@worlds.on(2)
 def test_what_was_kept_of_other_chunks_is_dropped(tmp_path):
     """A link goes on in chunks of other nodes, without the rows of the old ones."""
-    (pipe, share, opt), path = made(2, "one bit, late"), tmp_path / "pipe"
+    (pipe, share, opt), path = made(1, "one bit, late"), tmp_path / "pipe"
     go_on(pipe, share, opt, 2)
     pipe.save(path, opt)
     share.edge_index = share.edge_index.with_link(LINKS["one bit, late"]())
@@ -443,7 +425,7 @@ def test_what_was_kept_of_other_chunks_is_dropped(tmp_path):
     assert share.edge_index.topology.link.epoch == 3
 
 
-@tiers.parametrize(("size", "stages"), [(2, 1), (4, 2)], [(4, 2)])
+@tiers.parametrize(("size", "stages"), [(2, 1), (4, 2)], [(2, 1)])
 @worlds.on()
 def test_an_epoch_of_a_link_is_one_of_the_pipeline(size, stages):
     balance = [7, 1] if stages == 2 else None
