@@ -90,7 +90,7 @@ def _agree(name, shape, options, cutter="random"):
             torch.testing.assert_close(mine, theirs, **CLOSE)
 
 
-@tiers.cover(("name", "shape"), [*STACKS, "gcn scaled", "gat scaled"], SHAPES, step=3)
+@tiers.cover(("name", "shape"), [*STACKS, "gcn scaled", "gat scaled"], SHAPES, step=5)
 def test_numbers_do_not_depend_on_stages_and_rows(name, shape):
     name, scaled, _ = name.partition(" scaled")
     graph = {"gat": "loops_and_copies", "sage": "isolated"}.get(name, "directed")
@@ -204,7 +204,7 @@ def test_training_resumes_bit_for_bit_on_any_number_of_stages(gradient, tmp_path
     path = tmp_path / "deep" / "pipe"
     options = (path, gradient)
     want = worlds.run(_resumed, 2 * ways, 2, *options, True)[0]
-    for stages in (2, 1) if ways == 2 else (2, 4):
+    for stages in (2, 1):
         used = stages == 2  # the pipeline had trained by itself before
         for losses, state in worlds.run(
             _resumed, stages * ways, stages, *options, False, used
@@ -318,7 +318,7 @@ def _mistakes(mesh):
     ]
 
 
-@tiers.parametrize(("size", "stages"), [(1, 1), (2, 2), (4, 2)], [(1, 1), (4, 2)])
+@tiers.parametrize(("size", "stages"), [(1, 1), (2, 2), (4, 2)], [(1, 1), (2, 2)])
 @worlds.on()
 def test_mistakes_are_told_on_all_ranks(size, stages):
     mesh = worlds.mesh(stages=stages)
@@ -384,29 +384,6 @@ def test_a_stage_that_fails_is_heard_of_on_all(where):
         assert "this layer is out of order" in text
         assert "make mesh, data and pipeline anew" in again
     worlds.only(0)  # the meshes of these ranks have heard of a failure
-
-
-@tiers.rare
-@worlds.on(2)
-def test_what_one_stage_runs_into_is_heard_of_on_all():
-    for how, told in {
-        "metric": "send numbers",
-        "data": "layers of a pipeline read rows of the nodes or",
-        "dtype": r"torch\.autocast around all",
-    }.items():
-        mesh = worlds.mesh(stages=2, fresh=True)
-        data = GRAPHS["directed"]()
-        share = pdc.partition(Data(data.x.float(), data.edge_index), mesh)
-        layers = [GCNConv(7, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)]
-        pipe = pdc.Pipeline(layers, mesh, chunks=3, balance=[2, 1])
-        pipe.train_step(share, _mean)
-        with pytest.raises((TypeError, ValueError), match=told):  # noqa: PT012
-            if how == "metric":
-                pipe.eval_step(share, lambda out, data: lambda: None)
-            if how == "data":
-                share.x = share.x[torch.arange(60) < 9]
-            with torch.autocast(share.x.device.type, torch.bfloat16):
-                pipe.train_step(share, _mean)
 
 
 def _mean(out, data):
