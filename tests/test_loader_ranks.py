@@ -125,7 +125,7 @@ def test_split_lists_stay_split_and_come_out_even(shuffle):
         assert set(seeds) <= set(own)
 
 
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@tiers.parametrize("size", [1, 2, 3], [1, 2])
 @worlds.on()
 def test_a_distributed_sampler_is_followed(size):
     mesh = worlds.mesh()
@@ -141,14 +141,14 @@ def test_a_distributed_sampler_is_followed(size):
     assert all(drawn[0] != other for other in drawn[1:])
 
 
-@worlds.on(3)
+@worlds.on(2)
 def test_own_batches_come_out_even():
     mesh = worlds.mesh()
     mine = [[5, 7], [6]] if mesh.rank == 0 else [[5, 7]]
     found = list(nodes(batch_sampler=mine, batch_size=1, shuffle=False))
     assert [b.padding for b in found] == [False, mesh.rank > 0]
     drawn = collectives.all_gather_object(found[0].e_id.tolist(), mesh.world)
-    assert len(set(map(tuple, drawn))) == 3  # each by a number of its own
+    assert len(set(map(tuple, drawn))) == 2  # each by a number of its own
     if mesh.rank:
         same(unmarked(found[1]), unmarked(found[0]))
 
@@ -181,12 +181,12 @@ def test_rank_0_evaluates_while_others_wait_elsewhere(size, where):
     assert sorted(torch.cat([later for _, later in found]).tolist()) == [*range(60)]
 
 
-@worlds.on(3, worlds.anew)
+@worlds.on(2, worlds.anew)
 def test_a_loader_that_the_others_have_passed_by_is_ones_own():
     mesh, train = worlds.mesh(), nodes(batch_size=5)
     if mesh.rank == 0:
         alone = nodes(batch_size=5)
-    assert len(list(train)) == 4
+    assert len(list(train)) == 6
     if mesh.rank != 0:
         return
     with pytest.warns(UserWarning, match="not all ranks have built the loader") as told:
@@ -313,7 +313,7 @@ def _gone_on(state):
     return numbers, len(left)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@tiers.parametrize("size", [1, 3], [3])
 def test_an_epoch_of_two_ranks_goes_on_with_others(size):
     states = worlds.run(_begun, 2)
     assert states[0] == states[1]
@@ -351,7 +351,7 @@ def test_loaders_can_be_pickled(size):
 
 
 @pytest.mark.parametrize("typed", [False, True])
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@tiers.parametrize("size", [1, 2, 3], [2])
 @worlds.on()
 def test_one_rank_loads_for_all(tmp_path, size, typed):
     mesh, calls = worlds.mesh(), []
@@ -391,7 +391,7 @@ def test_a_shared_graph_is_read_as_data(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
 @worlds.on()
 def test_a_source_that_is_no_graph_is_told_to_all_ranks(size):
     rank = worlds.mesh().rank
