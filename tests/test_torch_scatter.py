@@ -171,7 +171,7 @@ def data():
     )
 
 
-@tiers.parametrize("size", [2, 3], [3])
+@tiers.parametrize("size", [2, 3], [2])
 @worlds.on()
 def test_all_ranks_reduce_as_one_process(size):
     plain = data()
