@@ -72,6 +72,9 @@ RULES = {
 }
 
 
+FAN_OUTS = (4, 3, 2), (-1, 2), (0, 5), (60, 1), (1,)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @tiers.parametrize(
     ("hetero", "rule", "timed", "latest", "disjoint", "induced", "table"),
@@ -94,7 +97,7 @@ def test_device_equals_cpu(
     weighted = options.pop("weighted", False)
     for pairs, dtype in ((True, torch.int32), (False, torch.int64)):
         g = graph(hetero, pairs=pairs, dtype=dtype, weighted=weighted, timed=timed)
-        for key, fan_out in enumerate([(4, 3, 2), (-1, 2), (0, 5), (60, 1), (1,)]):
+        for key, fan_out in enumerate(FAN_OUTS[1 - pairs :: 2]):
             wanted = request(
                 g,
                 fan_out,
