@@ -31,7 +31,7 @@ def agree(name: str, *args, **close):
     return found
 
 
-WIDTHS = [0, 1, 2, 3, 7, 16, 33, 64, 100, 128, 130]
+WIDTHS = [0, 1, 3, 7, 33, 130]
 KEY = 2**62 + 12345
 
 
@@ -78,7 +78,10 @@ def dense(row: Tensor, col: Tensor, value: Tensor, m: int, n: int) -> Tensor:
 # --- products -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+REALS = [torch.float32, torch.float64, torch.bfloat16]
+
+
+@tiers.cover(("graph", "dtype"), [*GRAPHS], REALS, indirect=["graph"])
 def test_products_equal_dense_ones(graph, dtype):
     row, col, m, n = graph
     rowptr, col, perm = kernels.coo_to_csr(row, col, m)
@@ -100,7 +103,7 @@ def test_products_equal_dense_ones(graph, dtype):
             torch.testing.assert_close(out, expected, atol=0.05, rtol=0.01, msg=told)
 
 
-@pytest.mark.parametrize("f", [1, 7, 64, 100])
+@pytest.mark.parametrize("f", [7, 100])
 def test_spmm_accumulates_into_out_and_row_ranges_give_the_bits_of_the_whole(f):
     rowptr, col, value, x = large_problem(f)
     whole = kernels.spmm(rowptr, col, value, x)
@@ -119,7 +122,7 @@ def test_spmm_accumulates_into_out_and_row_ranges_give_the_bits_of_the_whole(f):
         assert torch.equal(kernels.sddmm(part, col, whole[begin:end], x), some)
 
 
-@pytest.mark.parametrize("f", [5, 64, 100])
+@pytest.mark.parametrize("f", [5, 100])
 def test_strided_rows_and_columns(f):
     rowptr, col, value, x = large_problem(2 * f)
     expected = kernels.spmm(rowptr, col, value, x[:, f:].contiguous())
@@ -167,9 +170,8 @@ def test_panels_give_the_same_bits(monkeypatch, dtype):
     assert same(*results)
 
 
-@pytest.mark.parametrize("f", [1, 33, 128])
-def test_nan_and_inf_travel_along_edges_only(f):
-    rowptr, col, value, x = large_problem(f)
+def test_nan_and_inf_travel_along_edges_only():
+    rowptr, col, value, x = large_problem(33)
     x[1007], x[1011] = torch.nan, torch.inf
     close = {"equal_nan": True, "atol": 1e-3, "rtol": 1e-4}
     out = agree("spmm", rowptr, col, value, x, **close)
@@ -180,8 +182,7 @@ def test_nan_and_inf_travel_along_edges_only(f):
 # --- rows ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("f", [0, 1, 7, 33, 130])
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@tiers.cover(("f", "index_dtype"), [0, 1, 7, 33, 130], [torch.int32, torch.int64])
 def test_gather_and_scatter_rows(f, index_dtype):
     index = torch.randint(0, 40, (3000,)).to(index_dtype)
     x, src = torch.randn(40, f), torch.randn(3000, f)
@@ -723,15 +724,3 @@ def test_rows_beyond_two_to_the_31_numbers_are_found(index_dtype):
     torch.testing.assert_close(got[:2], ends)
     kernels.scatter_add_rows(x, ids, g)
     assert torch.equal(x[ids.long()], values + g)
-
-
-@tiers.rare
-def test_a_transpose_holds_rows_beyond_two_to_the_31():
-    rows = 2**31 + 3
-    rowptr = torch.zeros(rows + 1, dtype=torch.int32)  # 8 GB of zeros, not written to
-    rowptr[-1] = 2
-    col = torch.tensor([1, 0], dtype=torch.int32)
-    rowptr_t, row_t, perm = kernels.csr_transpose(rowptr, col, 2)
-    assert rowptr_t.tolist() == [0, 1, 2]
-    assert row_t.tolist() == [rows - 1, rows - 1]
-    assert perm.tolist() == [1, 0]
