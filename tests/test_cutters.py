@@ -54,9 +54,7 @@ GRAPHS = {
 }
 
 
-@tiers.parametrize("num_parts", [1, 2, 3, 4, 7, 40], [3, 40])
-@pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.parametrize("method", METHODS)
+@tiers.cover(("name", "method", "num_parts"), [*GRAPHS], METHODS, [3, 40, 1, 2, 7])
 def test_every_cutter_gives_every_node_to_one_part(method, name, num_parts):
     edge_index, n = GRAPHS[name]
     train = torch.rand(n, generator=rng()) < 0.3
@@ -273,8 +271,7 @@ def test_digest_tells_partitions_apart():
         assert found.digest() != other.digest()
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 5, 300])
-@pytest.mark.parametrize("name", GRAPHS)
+@tiers.cover(("name", "num_parts"), [*GRAPHS], [5, 2, 300, 1])
 def test_report_counts_what_sets_count(name, num_parts):
     edge_index, n = GRAPHS[name]
     found = cut(edge_index, n, num_parts, "random", seed=1)
