@@ -53,12 +53,6 @@ def _lightning(minibatches):
     return model.losses, score, model.seeds, weights
 
 
-def _accelerate(minibatches):
-    run = runpy.run_path(str(ECOSYSTEM / "accelerate_training.py"))
-    flags = {"minibatches": minibatches, "accelerator_first": False}
-    return run["fit"](argparse.Namespace(**flags, **ARGS))
-
-
 def first_and_last(shown):
     """Checks the losses that a script printed."""
     found = re.search(r"loss ([\d.]+) to ([\d.]+)", shown)
@@ -72,25 +66,6 @@ def test_plain_python_lets_lightning_start_the_ranks():
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
     path = ECOSYSTEM / "lightning_training.py"
     first_and_last(shown_by(sys.executable, path, "--devices", "2", *FLAGS))
-
-
-@pytest.mark.subprocess
-@tiers.parametrize("order", [(), ("--accelerator-first",)], [])
-def test_accelerate_and_init_come_in_either_order(order):
-    pytest.importorskip("accelerate", reason="pip install accelerate")
-    first_and_last(torchrun(ECOSYSTEM / "accelerate_training.py", *FLAGS, *order))
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_ray_train_makes_the_group_that_init_adopts():
-    pytest.importorskip("ray.train", reason="pip install 'ray[train]'")
-    path = ECOSYSTEM / "ray_training.py"
-    place = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    shown = shown_by(sys.executable, path, *FLAGS, **place)
-    losses, _ = plainly(3)
-    (loss,) = re.findall(r"generated-300: loss ([\d.]+), test [\d.]+", shown)
-    assert float(loss) == pytest.approx(losses[-1], abs=1e-4)
 
 
 def test_the_package_is_pickled_by_its_name():
@@ -143,15 +118,6 @@ def test_lightning_takes_each_seed_once_in_an_epoch(ranks):
     seeds = sorted(seed for one in found for seed in one[2])
     assert seeds in (sorted([*range(len(train))] * 3), sorted(train.tolist() * 3))
     assert all(torch.equal(one[3], found[0][3]) for one in found)  # one model
-
-
-@tiers.parametrize("ranks", [1, 2], [])
-def test_accelerate_on_the_whole_graph_is_the_plain_loop(ranks):
-    pytest.importorskip("accelerate", reason="pip install accelerate")
-    want, scores = plainly(3)
-    for losses, score in on_ranks("_accelerate", ranks, False):
-        assert losses == pytest.approx(want, rel=1e-4)
-        assert score == pytest.approx(scores["test_mask"], abs=0.02)
 
 
 @pytest.mark.subprocess
