@@ -1,14 +1,8 @@
 """The templates of docs/how-to/extend.md hold what the page says, on several ranks."""
 
-import alike
 import pytest
-import tiers
 import torch
-import torch.nn.functional as F
-import worlds
 from test_docs import DOCS, blocks
-
-import pyg_distcomm as pdc
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -19,34 +13,6 @@ def templates():
     for _, code in blocks((DOCS / "how-to/extend.md").read_text()):
         exec(compile(code, "extend.md", "exec"), names)
     return names
-
-
-@tiers.parametrize("size", [2, 3], [])
-@worlds.on()
-def test_codec_schedule_and_layer_train_on_several_ranks(size):
-    made, mesh, found = templates(), worlds.mesh(), []
-    whole, owner = made["whole"], torch.arange(made["whole"].num_nodes) % size
-    for data in (pdc.partition(whole, mesh, owner), whole):
-        torch.manual_seed(0)
-        conv = made["GatedConv"](whole.num_features, 8)
-        found.append(alike.learnt(conv, data.x, data.edge_index))
-    alike.same(*found, rtol=1e-3, atol=1e-3)
-    signs, halving = made["Signs"](), (made["ColumnMask"](1), made["Halving"](8, 1))
-    for codec, schedule in ((signs, None), halving):
-        link, moved = pdc.LinkPolicy(codec, schedule=schedule, exact_last=False), []
-        share = pdc.partition(whole, mesh, owner, link=link)
-        torch.manual_seed(0)
-        model = pdc.nn.GCN(32, 16, 2, 8)
-        for _ in range(4):
-            mesh.ledger.reset()
-            out = model(share.x, share.edge_index)
-            loss = F.cross_entropy(out[share.train_mask], share.y[share.train_mask])
-            loss.backward()
-            link.step()
-            moved.append(mesh.ledger.bytes(axis="row"))
-            assert loss.isfinite()
-        # of 4 * f bytes stay 4 + f / 8; ratios 2 and 1, as A X travels before, and is kept
-        assert moved[3] < moved[0] if schedule is None else moved[2] < moved[3]
 
 
 def test_the_codec_is_exact_about_its_length():
