@@ -1,6 +1,5 @@
 """The files for clusters, read by the parsers of what will run them."""
 
-import importlib.util
 import re
 import shlex
 import shutil
@@ -97,27 +96,3 @@ def test_the_image_installs_extras_that_there_are():
     project = (ROOT / "pyproject.toml").read_text()
     for extra in extras.split(","):
         assert re.search(rf"^{extra} = \[", project, re.M)
-
-
-@pytest.mark.exhaustive
-def test_the_example_trains_alone(tmp_path, monkeypatch, capsys):
-    where = ROOT / "examples" / "elastic.py"
-    spec = importlib.util.spec_from_file_location("elastic", where)
-    elastic = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(elastic)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def trained(folder, epochs):
-        flags = f"--folder {tmp_path / folder} --dataset generated-200 --every 2"
-        words = ["elastic.py", *flags.split(), "--epochs", str(epochs)]
-        monkeypatch.setattr(sys, "argv", words)
-        elastic.main()
-        out = capsys.readouterr().out
-        return out, re.search(r"sha256 of the parameters (\w+)", out).group(1)
-
-    # a start, one that goes on, and one that has nothing to do
-    (_, first), (_, second), (out, third) = (trained("run", n) for n in (4, 8, 8))
-    assert "1 ranks begin at epoch 8" in out
-    assert second == third != first
-    assert trained("straight", 8)[1] == second
