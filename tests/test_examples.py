@@ -1,17 +1,13 @@
 """Every example: one under torchrun, as a visitor would; the others on ranks of our own."""
 
-import contextlib
-import io
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import second_device
 import tiers
 import worlds
 
@@ -81,23 +77,6 @@ def test_an_example_is_short_and_imports_the_package_alone(path):
 
 
 FEW = {"deep_pipeline": ("--layers", "4"), "lossy_links": ("--seeds", "1")}
-
-
-def _on_the_second_device(path, folder, *flags):
-    os.chdir(folder)
-    sys.argv = [str(path), "--device", str(second_device.device()), *flags]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        runpy.run_path(str(path), run_name="__main__")
-    return out.getvalue()
-
-
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
-@pytest.mark.subprocess
-@tiers.parametrize("path", EXAMPLES, [], ids=lambda path: path.stem)
-def test_an_example_runs_on_a_device(path, tmp_path):
-    flags = FEW.get(path.stem, ())
-    given = path, str(tmp_path), "--epochs", "2", *flags
-    assert "Traceback" not in worlds.anew(_on_the_second_device, 1, *given)[0]
 
 
 @pytest.mark.subprocess
