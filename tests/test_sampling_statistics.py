@@ -147,27 +147,6 @@ def test_copies_of_a_seed_draw_for_themselves(disjoint):
     likely(torch.bincount(far[0] * 6 + far[1], minlength=36))
 
 
-@tiers.rare
-def test_epochs_batches_and_hops_are_independent():
-    leaves = torch.arange(6)
-    cycle = torch.stack([leaves.repeat(6), leaves.repeat_interleave(6)])
-    data = Data(edge_index=cycle, num_nodes=6)
-    seeds = {"input_nodes": torch.zeros(600).long(), "batch_size": 300}
-    loader = nodes(data, [1, 1], disjoint=True, shuffle=False, seed=3, **seeds)
-    epochs = []
-    for _ in range(20):
-        kept = []
-        for batch in loader:
-            first = batch.n_id[batch.edge_index[0, :300]]
-            kept.append(first)
-            inner = batch.edge_index[:, 300:]
-            likely(torch.bincount(batch.n_id[inner[0]], minlength=6))
-        epochs.append(torch.stack(kept))
-    drawn = torch.stack(epochs)  # [epoch, batch, seed]
-    for one, two in ((drawn[1:], drawn[:-1]), (drawn[:, 0], drawn[:, 1])):
-        likely(torch.bincount((one * 6 + two).flatten(), minlength=36))
-
-
 def test_shuffles_are_uniform():
     orders = {p: i for i, p in enumerate(permutations(range(4)))}
     found = [orders[tuple(keyed_permutation(key, 4).tolist())] for key in range(2400)]
