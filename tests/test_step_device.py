@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import second_device
@@ -11,7 +12,6 @@ import torch
 import torch_geometric.nn as pyg
 import worlds
 from batches import arguments
-from problems import two_types
 from test_step import (
     LAYERS,
     SAMPLES,
@@ -23,7 +23,6 @@ from test_step import (
     loader_of,
     pair,
 )
-from test_step_relations import Relations
 
 import pyg_distcomm as pdc
 from pyg_distcomm import kernels
@@ -32,11 +31,16 @@ from pyg_distcomm.graph.local_adjacency import GroupedEdges, known
 from pyg_distcomm.kernels import registry
 from pyg_distcomm.loader import NeighborLoader, device_placement
 
-builds = pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
 # PyG's own code selects edges by masks in each call of these, for which the host waits
 BY_MASKS = {"sg", "cheb", "cluster", "mf"}
 CAPTURED = ("sage mean", "gcn", "gat", "graph max")
 NEVER = BY_MASKS - {"mf"} | {"arma", "le", "pna-like", "gcn cached"}
+
+
+def builds(test):
+    """Makes a test exhaustive: the second device takes a compiler a minute."""
+    able = second_device.can_build()
+    return tiers.rare(pytest.mark.skipif(not able, reason="no C++ compiler")(test))
 
 
 @contextlib.contextmanager
@@ -84,16 +88,11 @@ def step(model, x, *args):
 
 
 @builds
-@tiers.parametrize(
-    "names",
-    [("gcn", "gat", "graph max"), tuple(LAYERS)],
-    slice(1),
-)
 @worlds.on(1, worlds.anew)
-def test_layers_equal_pygs_and_wait_for_nothing(names):
+def test_layers_equal_pygs_and_wait_for_nothing():
     data = graph()
     with device() as place:
-        for name in names:
+        for name in LAYERS:
             wanted, ours = pair(LAYERS[name]().double())
             ours, x, edges = ours.to(place), data.x.to(place), data.edge_index.to(place)
             want = step(wanted, data.x, data.edge_index)
@@ -116,20 +115,12 @@ def test_layers_equal_pygs_and_wait_for_nothing(names):
             same(step(ours, x, edges), step(wanted, data.x, edges.cpu()), place)
 
 
-PLAIN = ("plain", "sage mean"), ("induced", "gcn"), ("no hop", "gat")
-
-
 @builds
-@tiers.parametrize(
-    "cases",
-    [PLAIN] + [tuple((k, n) for k in SAMPLES) for n in ("sage mean", "gcn", "gat")],
-    slice(1),
-)
 @worlds.on(1, worlds.anew)
-def test_minibatches_that_move_are_trimmed(cases):
+def test_minibatches_that_move_are_trimmed():
     """Minibatches that `.to(device)` moves: all seeds, and the host waits for nothing."""
     with device() as place:
-        for kind, name in cases:
+        for kind, name in itertools.product(SAMPLES, ("sage mean", "gcn", "gat")):
             wanted, ours = pair(Stack(LAYERS[name]))
             ours = ours.to(place)
             for batch in loader_of(graph(), **SAMPLES[kind]):
@@ -168,32 +159,6 @@ def test_who_waits_for_new_minibatches():
             assert pdc.nn.trimming_of(model) == "on"
     assert max(found["moved"]) == 2, found
     assert max(found["made there"][2:]) == 0, found
-
-
-@builds
-@tiers.rare
-@worlds.on(1, worlds.anew)
-def test_minibatches_of_two_types():
-    """Moved, and made on the device."""
-    data = two_types()
-    torch.manual_seed(0)
-    seeds = data.edge_types[0][2]
-    layer = functools.partial(pyg.SAGEConv, (-1, -1), 4)
-    wanted = Relations(data.edge_types, "sum", lambda _: layer())
-    wanted(data.x_dict, data.edge_index_dict)
-    with device() as place:
-        ours = pair(wanted)[1].to(place)
-        for options in ({}, {"device": place}):
-            device_placement.HOST = frozenset()
-            options = arguments(batch_size=4, input_nodes=seeds, **options)
-            for batch in NeighborLoader(data, [3, 2], **options):
-                batch = batch.to(place)
-                out = ours(batch.x_dict, batch.edge_index_dict)[seeds]
-                assert out.device == place
-                host = batch.cpu()
-                want = wanted(host.x_dict, host.edge_index_dict)[seeds]
-                rows = slice(host[seeds].batch_size)
-                torch.testing.assert_close(out[rows].cpu(), want[rows])
 
 
 @pytest.fixture
