@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.nn as pyg
 import worlds
-from problems import GRAPHS, owners
+from problems import GRAPHS
 
 import pyg_distcomm as pdc
-from pyg_distcomm.loader import LoaderOptions, NeighborLoader
 
 KINDS = {
     "products": (pyg.GCNConv, pyg.SAGEConv, pyg.GCNConv),
@@ -87,25 +86,6 @@ def test_torch_func_on_ordinary_tensors_is_compiled_as_without_this_package():
     x = torch.rand(5)
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), function(x))
-
-
-@tiers.parametrize("kinds", ["products", "halos"], [])
-@worlds.on(2)
-def test_replicated_models(kinds):
-    """Trains a model of `replicate` on minibatches and on the full graph."""
-    mesh, data, found = worlds.mesh(), GRAPHS["undirected"](), []
-    share = pdc.partition(data, mesh, owners("random", data, mesh.size))
-    for compiled in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = pdc.replicate(pdc.convert(Net(kinds, 0.0).double()), mesh)
-        model = torch.compile(model, backend="eager") if compiled else model
-        loader = NeighborLoader(
-            data, [4, 3, 2], batch_size=6, options=LoaderOptions(seed=0)
-        )
-        batches = [(b, torch.arange(b.batch_size)) for b in loader]
-        found.append(train(model, [batches[0], *[(share, share.train_mask)] * 2]))
-    alike.same(*reversed(found))
 
 
 def test_layers_on_ordinary_tensors_break_no_graph():
