@@ -1,7 +1,6 @@
 """Graphs larger than memory: numbers, bytes and draws under a cap are those without."""
 
 import inspect
-import itertools
 from unittest import mock
 
 import alike
@@ -12,9 +11,7 @@ import torch.nn.functional as F
 import torch_geometric.nn
 import worlds
 from alike import whole
-from layers import EXACT
-from problems import GRAPHS, grids, owners
-from test_hetero import graph, model_of, train
+from problems import GRAPHS, owners
 from test_layers import exact
 from torch.autograd.graph import saved_tensors_hooks
 from torch_geometric.nn import FeaStConv, aggr
@@ -167,11 +164,6 @@ def test_chunks_are_computed_again_under_the_autocast_of_the_layer(counted):
     assert torch.equal(x.grad.full_tensor(), degree.float()[:, None].expand(-1, 7))
 
 
-@tiers.parametrize("size", [2, 3], [])
-def test_layers_of_a_script_on_ranks(size):
-    worlds.run(owned, size, Own)
-
-
 def _several(cases):
     for case in cases:
         exact(*case, CAP)
@@ -183,16 +175,6 @@ def test_layers_in_chunks_on_ranks():
         ("RGATConv within", "loops_and_copies", "empty_rank", (2, 1, 1)),
     ]
     worlds.run(_several, 2, cases)
-
-
-@tiers.parametrize("size", [1, 2, 3, 4], [])
-@pytest.mark.parametrize("name", EXACT)
-def test_every_layer_within_a_cap(name, size):
-    graphs = ("directed", "loops_and_copies", "isolated", "star")
-    cutters = itertools.cycle(("random", "empty_rank", "lopsided"))
-    sides = itertools.cycle(grids(size))
-    cases = [(name, graph, next(cutters), next(sides)) for graph in graphs]
-    worlds.run(_several, size, cases)
 
 
 class Net(torch.nn.Module):
@@ -345,13 +327,3 @@ def test_sizes():
     for size in ("lots", 0, "-3GB", "4 apples", True, "0.1"):
         with pytest.raises(ValueError, match=told):
             pdc.partition(GRAPHS["tiny"](), pdc.init(), memory=size)
-
-
-@tiers.parametrize("size", [1, 2, 3], slice(0, 0))
-@worlds.on()
-def test_relations_within_a_cap(size):
-    found = []
-    for cap in (None, "4KiB"):
-        share = pdc.partition(graph(), worlds.mesh(), "random", memory=cap)
-        found.append(train(model_of(share, "sage", "sum"), share))
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
