@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import problems
 import pytest
-import real
 import refine_reference
 import tiers
 import torch
@@ -67,9 +66,7 @@ def test_compiled_sweeps_equal_the_definition(name, how):
         assert (carried == part_loads(owner, weight, num_parts)).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", GRAPHS)
-@tiers.parametrize("num_parts", [1, 2, 5, 40], [5])
+@tiers.cover(("name", "method", "num_parts"), [*GRAPHS], METHODS, [5, 1, 2, 40])
 def test_never_worse_and_always_the_same(method, name, num_parts):
     edge_index, n = GRAPHS[name]
     train = torch.rand(n, generator=rng()) < 0.3
@@ -98,19 +95,6 @@ def test_directed_graphs_lower_both_maxima(flip):
     figures = report(edge_index, cut(edge_index, 3000, 6, "random", refine=True))
     assert figures.max_send < 0.85 * figures.before.max_send
     assert figures.max_halo < 0.85 * figures.before.max_halo
-
-
-@pytest.mark.data
-@tiers.parametrize("method", ["metis", "ldg", "random", "block"], [])
-@pytest.mark.parametrize(("name", "num_parts"), [("Computers", 8), ("CS", 4)])
-def test_the_busiest_rank_of_real_graphs_sends_less(name, num_parts, method):
-    data = real.read(real.path(name))
-    mask = data.train_mask
-    how = {"train_mask": mask, "refine": True}
-    found = cut(data.edge_index, data.num_nodes, num_parts, method, **how)
-    figures = report(data.edge_index, found, mask)
-    assert figures.max_send < 0.9 * figures.before.max_send
-    assert figures.max_halo < 0.95 * figures.before.max_halo
 
 
 def test_an_owner_vector_is_refined_and_its_imbalance_kept():
@@ -145,8 +129,10 @@ def brute_blocks(edge_index, partition, grid):
     return [tuple(a.reshape(-1).tolist()) for a in (nonzeros, sent, got)]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("name", ["repeats", "directed star out", "sparse", "one node"])
+ODD = ["repeats", "directed star out", "sparse", "one node"]
+
+
+@tiers.cover(("grid", "name"), GRIDS, ODD)
 def test_blocks_are_counted(name, grid):
     edge_index, n = GRAPHS[name]
     partition = cut(edge_index, n, 8, "random")
