@@ -3,8 +3,6 @@
 import ast
 import contextlib
 import importlib
-import itertools
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -21,9 +19,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
-from pyg_distcomm.halo import codecs
-from pyg_distcomm.kernels import codec_ops
-from pyg_distcomm.kernels.registry import Op
 from pyg_distcomm.nn import DistGCNConv, DistSAGEConv
 
 LAYERS = {
@@ -123,10 +118,6 @@ def third(step, counting, device):
     return mode.found
 
 
-def device_of(place):
-    return second_device.device() if place == "spare" else torch.device(place)
-
-
 def waits_of(steps, mesh, place):
     """For what the host waits in steps, by their names."""
     with uncounted(mesh):
@@ -146,7 +137,11 @@ def step_of(conv, share, link=None):
 
 
 def waits(names, place, grid=None):
-    where, mesh, data = device_of(place), worlds.mesh(grid=grid), GRAPHS["undirected"]()
+    where, mesh, data = (
+        second_device.device_of(place),
+        worlds.mesh(grid=grid),
+        GRAPHS["undirected"](),
+    )
     share = pdc.partition(data, mesh, owners("random", data, mesh.size)).to(where)
     made = (pdc.convert({**LAYERS, **MORE}[n]().double().to(where)) for n in names)
     steps = ((n, step_of(c, share)) for n, c in zip(names, made, strict=True))
@@ -167,7 +162,7 @@ TYPED = {
 
 def waits_by_type(place):
     """Layers of typed nodes, and the rows of a `DistEmbedding`, as a step learns them."""
-    where, mesh, data = device_of(place), worlds.mesh(), two_types()
+    where, mesh, data = second_device.device_of(place), worlds.mesh(), two_types()
     share = pdc.partition(data, mesh).to(where)
     plain = pdc.partition(GRAPHS["undirected"](), mesh, "random").to(where)
     table = pdc.DistEmbedding(plain.num_nodes, 7, like=plain).to(where)
@@ -194,45 +189,6 @@ def waits_by_type(place):
     return waits_of(steps(), mesh, place)
 
 
-LINKS = {
-    "coded": lambda: pdc.Sylvie(bits=1, late=0),
-    "late": lambda: pdc.PipeGCN(smooth=0.95),
-    "late codes": lambda: pdc.Sylvie(bits=8),
-    "columns": lambda: pdc.LinkPolicy(codecs.ColumnMask(2)),
-    "some rows": lambda: pdc.BNS(p=0.5),
-}
-
-
-@contextlib.contextmanager
-def codes_unseen(place):
-    """Leaves out what plain torch waits for in codecs, whose kernels run on CUDA.
-
-    `test_cuda_kernels.py` counts within those.
-    """
-    ops = [v for v in vars(codec_ops).values() if isinstance(v, Op)]
-    with contextlib.ExitStack() as stack:
-        for op in ops:
-            instead = {place: unseen(op.definition)}
-            stack.enter_context(mock.patch.dict(op._backends, instead))
-        yield
-
-
-def waits_by_links(names, place, grid=None):
-    """Layers whose rows are coded or late, of exchanges that were made before."""
-    where, mesh, data = device_of(place), worlds.mesh(grid=grid), GRAPHS["undirected"]()
-    cut = owners("random", data, mesh.size)
-
-    def steps():
-        for name, kind in itertools.product(names, ("GCN", "SAGE")):
-            link = LINKS[name]()
-            share = pdc.partition(data, mesh, cut, link=link).to(where)
-            conv = pdc.convert(LAYERS[kind]().double().to(where))
-            yield (name, kind), step_of(conv, share, link)
-
-    with codes_unseen(place):
-        return waits_of(steps(), mesh, place)
-
-
 def test_products_ask_for_no_value():
     """On the CPU, too, where masks that select edges have no places to be kept."""
     assert waits(("GCN", "SAGE", "SAGE max"), "cpu") == {}
@@ -254,12 +210,6 @@ def test_no_waits_by_type_or_for_learnt_rows(size):
     assert worlds.anew(waits_by_type, size, "spare") == [{}] * size
 
 
-@pytest.mark.skipif(not second_device.can_build(), reason="no C++ compiler")
-@tiers.parametrize("size", [2, 3], [])
-def test_no_waits_where_rows_are_coded_or_late(size):
-    assert worlds.anew(waits_by_links, size, tuple(LINKS), "spare") == [{}] * size
-
-
 @pytest.mark.cuda
 def test_no_waits_on_cuda():
     assert waits_by_type("cuda") == {}
@@ -269,7 +219,6 @@ def test_no_waits_on_cuda():
 # The benchmark of one CUDA device ----------------------------------------------------
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
 
 
 @cache
@@ -298,18 +247,3 @@ def test_the_benchmark_says_that_there_is_no_device(tmp_path, capsys, monkeypatc
     assert parts.main("", ["--report", str(tmp_path / "report.md")]) == 1
     assert "no CUDA device" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_the_benchmark_runs_on_tiny_graphs(tmp_path):
-    report = tmp_path / "report.md"
-    command = [sys.executable, str(BENCHMARKS / "cuda.py"), "--smoke"]
-    command += ["--minutes", "8", "--report", str(report)]
-    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
-    text = report.read_text()
-    assert "Failed" not in text
-    assert "all parts came to their end" in text
-    assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
-    for part in ("SpMM", "GraphSAGE", "GAT", "waits for one", "Quantise", "gloo"):
-        assert part in text
