@@ -44,13 +44,12 @@ def plainly(epochs):
     return losses, {m: node_score(out[data[m]], data.y[data[m]]) for m in masks}
 
 
-def _lightning(minibatches):
+def _lightning():
     run = runpy.run_path(str(ECOSYSTEM / "lightning_training.py"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    flags = {"minibatches": minibatches, "devices": ranks}
+    flags = {"minibatches": False, "devices": ranks}
     model, score = run["fit"](argparse.Namespace(**flags, **ARGS))
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return model.losses, score, model.seeds, weights
+    return model.losses, score, model.seeds
 
 
 def first_and_last(shown):
@@ -86,50 +85,24 @@ def test_parts_and_checkpoints_lie_in_an_object_store(tmp_path):
         assert float(loss) == pytest.approx(losses[epochs - 1], abs=1e-4)
 
 
-def on_ranks(name, ranks, minibatches):
-    """Runs a function of this file under the environment that torchrun gives."""
-    return worlds.run(_launched, ranks, name, minibatches)
-
-
-def _launched(name, minibatches):
+def _launched():
+    """Runs under the environment that torchrun gives."""
     import torch.distributed as dist
 
     if dist.is_initialized():
         told = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "x", "MASTER_PORT": "29500"}
         os.environ.update(told)
-    return globals()[name](minibatches)
+    return _lightning()
 
 
 @tiers.parametrize("ranks", [1, 2], [])
 def test_lightning_on_the_whole_graph_is_the_plain_loop(ranks):
     pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
     want, scores = plainly(3)
-    for losses, score, seeds, _ in on_ranks("_lightning", ranks, False):
+    for losses, score, seeds in worlds.run(_launched, ranks):
         assert losses == pytest.approx(want, rel=1e-4)
         assert seeds == []
         assert score == pytest.approx(scores["val_mask"]) or score != score  # on rank 0
-
-
-@tiers.parametrize("ranks", [1, 2], [])
-def test_lightning_takes_each_seed_once_in_an_epoch(ranks):
-    pytest.importorskip("lightning", reason="pip install 'pyg-distcomm[lightning]'")
-    found = on_ranks("_lightning", ranks, True)
-    train = load_node_data(ARGS["dataset"]).train_mask.nonzero().view(-1)
-    seeds = sorted(seed for one in found for seed in one[2])
-    assert seeds in (sorted([*range(len(train))] * 3), sorted(train.tolist() * 3))
-    assert all(torch.equal(one[3], found[0][3]) for one in found)  # one model
-
-
-@pytest.mark.subprocess
-@tiers.parametrize("ranks", [1, 2], [])
-def test_the_profile_names_our_operations(tmp_path, ranks):
-    pytest.importorskip("torchmetrics", reason="pip install torchmetrics")
-    flags = ("--epochs", "2", "--trace", "profile")  # of nodes of all classes
-    shown = worlds.script(ECOSYSTEM / "metrics_and_profile.py", ranks, tmp_path, *flags)
-    assert "node_score" in shown
-    for rank in range(ranks):
-        trace = (tmp_path / f"profile.{rank}.json").read_text()
-        assert "pyg_distcomm: " in trace
 
 
 @pytest.mark.parametrize(
