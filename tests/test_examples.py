@@ -103,19 +103,3 @@ def test_gcn_ends_in_a_table_of_equals(tmp_path, ranks):
     assert single.group(1, 2) == ours.group(1, 2)
     assert (ours.group(3) == "0") == (ranks == 1)
     assert float(shown.split("outputs: ")[1]) < 1e-9
-
-
-@tiers.rare
-@pytest.mark.subprocess
-def test_sage_resumes_where_it_stopped_on_another_number_of_ranks(tmp_path):
-    whole = ("--checkpoint", "whole", "--every", "4", "--epochs", "8")
-    again = ("--checkpoint", "again", "--every", "4", "--epochs")
-    straight = run(example("sage"), tmp_path, *whole, ranks=1)
-    run(example("sage"), tmp_path, *again, "4")
-    resumed = run(example("sage"), tmp_path, *again, "8", ranks=1)
-    assert "resumed again after epoch 4" in resumed
-    assert "epoch 004" not in resumed
-    last = [
-        re.search(r"epoch 008  loss (\S+)", text)[1] for text in (straight, resumed)
-    ]
-    assert float(last[0]) == pytest.approx(float(last[1]), rel=1e-3)
