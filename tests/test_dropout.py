@@ -104,7 +104,7 @@ def test_ranks_and_cutters_do_not_change_the_masks(name, graph, ranks):
 
 
 @pytest.mark.parametrize("name", [n for n in LAYERS if n.endswith("Conv")])
-@tiers.parametrize("size", [1, 3], [3])
+@tiers.parametrize("size", [1, 2, 3], [2])
 @worlds.on()
 def test_our_layers_draw_the_masks_of_pygs_and_send_no_more(name, size):
     """Output, gradients and bytes of PyG's layer and of ours, from the same draws."""
@@ -128,7 +128,7 @@ def test_our_layers_draw_the_masks_of_pygs_and_send_no_more(name, size):
     alike.same(kept, plain(*(whole[name] for name in names)))
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
 @worlds.on()
 def test_numbers_and_gradients_are_kept_by_the_masks_of_the_kernel(size):
     share = shared(problem("directed"), worlds.mesh(), "random")
@@ -185,7 +185,7 @@ def test_parallel_edges_draw_on_their_own(size):
 )
 def test_recomputation_repeats_the_masks(name, reentrant):
     want = worlds.run(trained, 1, name, "directed", "random")[0]
-    for size in (1, 3):
+    for size in (1, 2):
         given = name, "directed", "random", reentrant
         for got in worlds.run(trained, size, *given):
             alike.same(got, {k: v for k, v in want.items() if k in got})
