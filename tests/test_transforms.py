@@ -271,7 +271,6 @@ def _by_ogb(nn, d):
 
 CASES = {
     "AddSelfLoops": through(T.AddSelfLoops()),
-    "GCNNorm": through(T.GCNNorm()),
     "ToUndirected": through(T.ToUndirected()),
     "NormalizeFeatures": through(T.NormalizeFeatures()),
     "RandomNodeSplit": lambda nn, d: d.x[
@@ -288,11 +287,7 @@ CASES = {
     "data.edge_subgraph": lambda nn, d: gcn(
         nn, d.edge_subgraph(torch.arange(d.num_edges) % 2 == 0)
     ),
-    "subgraph": lambda nn, d: gcn(
-        nn, d, U.subgraph(d.y > 0, d.edge_index, num_nodes=d.num_nodes)[0]
-    ),
     "narrow": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, start=2, length=9)),
-    "narrow from the end": lambda nn, d: gcn(nn, d, d.edge_index.narrow(1, -9, 9)),
     "coalesce": lambda nn, d: gcn(nn, d, U.coalesce(d.edge_index)),
     "coalesce of a tree": lambda nn, d: U.coalesce(d.edge_index[:, : d.num_nodes - 1]),
     "edges in a row": lambda nn, d: gcn(nn, d, U.narrow(d.edge_index, 1, 30, 99)),
@@ -315,9 +310,6 @@ CASES = {
     "loops": _loops,
     "get_laplacian": _laplacian,
     "gcn_norm": _gcn_norm,
-    "to_undirected": lambda nn, d: gcn(
-        nn, d, U.to_undirected(d.edge_index, num_nodes=d.num_nodes)
-    ),
     "is_undirected": lambda nn, d: torch.tensor(
         [U.is_undirected(e) for e in (d.edge_index, U.to_undirected(d.edge_index))]
     ),
@@ -336,9 +328,6 @@ CASES = {
     ),
     "AddRemainingSelfLoops": through(
         T.Compose([weighed, T.AddRemainingSelfLoops("edge_weight", 2.0), T.GCNNorm()])
-    ),
-    "remove_isolated_nodes": lambda nn, d: gcn(
-        nn, d, U.remove_isolated_nodes(d.edge_index, num_nodes=d.num_nodes)[0]
     ),
     "k_hop_subgraph": _around,
     "runs of rows": lambda nn, d: [*d.x.split([25, 35]), *d.y.chunk(7)],
