@@ -1,14 +1,13 @@
 """Layer-wise sampling: structure, distributions, weights, blocks."""
 
 import pickle
-from itertools import combinations
 
 import problems
 import pytest
 import tiers
 import torch
 from batches import same
-from chances import likely, successive
+from chances import likely
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.sampler import NodeSamplerInput
 
@@ -262,29 +261,6 @@ def test_one_draw_at_each_layer_follows_the_formula(rule):
         assert (min(found) < 0) == (float(p.sum()) == 0)
         if min(found) >= 0 and int((p > 0).sum()) > 1:
             likely(torch.bincount(torch.tensor(found), minlength=7), p)
-
-
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_graphsage_as_a_product_draws_by_its_rule(weight):
-    # node-wise: one row of Q for each node, and Q' is the sampled matrix itself
-    data, count = small(), 5000
-    rule = GraphSAGE()
-    graph = LocalLayerGraph.from_data(data, rule, weight)
-    rows = BulkNodes.of([torch.tensor([1, 6])] * count)
-    p = algebra.product(rule.query(rows, 7), matrix_of(graph))
-    drawn = algebra.sample(p, 2, torch.tensor([fold(1, i) for i in range(2 * count)]))
-    assert torch.equal(p.batch_ptr, 2 * torch.arange(count + 1))
-    for row, node in enumerate((1, 6)):
-        pairs = drawn.matrix.col.view(-1, 2, 2)[:, row]
-        own = chances("user", data, [node], weight).square()
-        own = own / own.sum()  # the rule "user" has roots of what GraphSAGE takes
-        ours = torch.bincount(pairs[:, 0] * 7 + pairs[:, 1], minlength=49)
-        table = torch.zeros(49, dtype=REAL)
-        for chance, (a, b) in zip(
-            successive(own, 2), combinations(range(7), 2), strict=True
-        ):
-            table[a * 7 + b] = chance
-        likely(ours, table)
 
 
 # -------------------------------------------------------------- estimators
