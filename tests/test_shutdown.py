@@ -20,7 +20,6 @@ import pyg_distcomm as pdc
 from pyg_distcomm.comm import collectives
 from pyg_distcomm.comm import store as stores
 from pyg_distcomm.comm.store import RankError, StoreMailbox
-from pyg_distcomm.loader import shared
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -62,41 +61,6 @@ def test_a_backward_pass_stands_under_the_deadline():
     (told, waited), (_, asleep) = pdc.launch(_stops_in_backward, 2, timeout=120)
     assert f"waited {DEADLINE:.0f} s for all_reduce" in told
     assert waited < min(DEADLINE + SOON, asleep)
-
-
-def _shares(how):
-    """Rank 1 comes too late, or rank 0 dies once it has written the graph for both."""
-    mesh, write = pdc.init(timeout=DEADLINE), torch.save
-
-    def save(value, file):
-        write(value, file)
-        _killed()
-
-    if how == "late" and mesh.rank:
-        time.sleep(2 * DEADLINE)
-        return
-    if how == "killed" and not mesh.rank:
-        torch.save = save
-    shared(_large)
-
-
-def _large():
-    data = graph()
-    data.x = torch.rand(200, 100_000)
-    return data
-
-
-@tiers.rare
-@pytest.mark.parametrize(
-    ("how", "told"),
-    [("late", r"have not come .*All ranks have to call sha"), ("killed", "signal 9")],
-)
-def test_a_shared_graph_waits_for_no_rank_and_leaves_nothing(how, told):
-    folders = [Path("/dev/shm"), Path("/tmp")]
-    before = {f for folder in folders for f in folder.glob("pyg_distcomm-*")}
-    with pytest.raises(RankError, match=told):
-        pdc.launch(_shares, 2, how, timeout=120)
-    assert {f for folder in folders for f in folder.glob("pyg_distcomm-*")} <= before
 
 
 class _Cut:
