@@ -139,8 +139,7 @@ UNCOMMON = [
 ]
 UNCOMMON += [
     (grid, "star", "empty_rank", True, halo, slice(-3, None))
-    for size, halo in itertools.product((2, 3, 4, 6), HALOS)
-    for grid in some_grids(size)
+    for grid, halo in itertools.product(some_grids(4), HALOS)
 ]
 
 
@@ -508,23 +507,3 @@ def test_bytes_of_a_link_are_those_of_the_ledger(size, graph, cutter, layer):
             assert counted == one.bytes_by_rank, (name, one)
             assert max(messages) == one.messages
             assert min(held) <= one.memory - plain.memory <= max(held), name
-
-
-@pytest.mark.exhaustive
-def test_what_is_asked_for_is_read_and_mistakes_are_named():
-    graph, names = pdc.RandomGraph(10**6, 10**7), [ONE, "bf16"]
-    for halo in ("rows", "blocks"):
-        how = {"ranks": 64, "halo": halo, "grid": (64, 1, 1)}
-        plans = pdc.plan(graph, [64, 64, 64, 8], codecs=names, **how)
-        assert plans[0].orders == ("kept", "first", "last")
-        whole = plans.of((64, 1, 1), codec="plain").exchange_bytes
-        last = pdc.plan(graph, [64, 8], inputs="changing", **how)
-        assert last[0].orders == ("last",)
-        last = last[0].exchange_bytes
-        coded = plans.of((64, 1, 1), codec="1 bit").exchange_bytes
-        # two of 64 floats become 64 bits and four bytes; the last exchange is exact
-        assert coded - last == pytest.approx((whole - last) * 12 / 256, rel=1e-3)
-    with pytest.raises(ValueError, match="'3 bits' is not known"):
-        pdc.plan(graph, [8, 8], 4, codecs=["3 bits"])
-    with pytest.raises(TypeError, match="codec must be a Codec"):
-        pdc.plan(graph, [8, 8], 4, codecs=[3])
