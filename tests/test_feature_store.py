@@ -350,22 +350,6 @@ def test_which_attributes_are_coded():
     assert codecs == {"x": Quantise(strict=False), "z": Plain(), "w": Plain()}
 
 
-def _drawn(size):
-    """What arrives of all rows, from a store of any size: in the order of ids."""
-    road = channel()
-    x = torch.randn(60, 40, generator=torch.Generator().manual_seed(1))
-    rank, ranks = road.world.rank, road.world.size
-    gid = torch.arange(rank, 60, ranks)
-    store = DistFeatureStore(road, wire=pdc.Sylvie(late=0))
-    store.add_group(None, gid, 60)
-    store.add(None, "x", x[gid])
-    ids = torch.arange(60)
-    rows = store.fetch({None: (ids, ids % ranks)})[None]["x"]
-    mine = ids % ranks == rank
-    assert torch.equal(rows[mine], x[mine])
-    return rows, mine, x
-
-
 @pytest.mark.parametrize("form", ["fp16", "bf16", "int8", Quantise(4, "stochastic")])
 def test_values_that_a_codec_cannot_send_are_refused(form):
     nan, inf = float("nan"), float("inf")
@@ -383,19 +367,6 @@ def test_values_that_a_codec_cannot_send_are_refused(form):
     if form not in ("fp16", "bf16"):
         with pytest.raises(ValueError, match=r"row 0 .* holds inf, with"):
             DistFeatureStore.from_replicated(every, channel(), wire=form)
-
-
-def test_what_a_codec_draws_depends_on_the_row_alone():
-    seen = {}
-    for size in (2, 3):
-        for rows, mine, x in worlds.run(_drawn, size, size):
-            for i in (~mine).nonzero().view(-1).tolist():
-                assert torch.equal(seen.setdefault(i, rows[i]), rows[i])
-                ends = x[i].min(), x[i].max()  # one bit: near the least or the greatest
-                near = torch.stack([(rows[i] - end).abs() for end in ends]).amin(0)
-                assert float(near.max()) < 0.05 * float(ends[1] - ends[0])
-    sent = torch.stack([seen[i] for i in range(60)])
-    assert float((sent - x).mean().abs()) < 0.2  # without bias
 
 
 @dataclass(frozen=True)
