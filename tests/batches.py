@@ -181,7 +181,7 @@ def all_same(one, two):
 
 
 def equal_epochs(whole, part, count=2):
-    """Asserts that two loaders yield the same minibatches, and returns them."""
+    """Asserts that two loaders yield the same minibatches."""
     assert len(whole) == len(part)
     ones, twos = ([b for _ in range(count) for b in loader] for loader in (whole, part))
     for one, two in zip(ones, twos, strict=True):
@@ -190,7 +190,6 @@ def equal_epochs(whole, part, count=2):
         assert set(a) == set(b)
         for key, value in a.items():
             same(value, b[key])
-    return ones
 
 
 def check(data, batch, fan_outs, replace=False, candidates=None):
