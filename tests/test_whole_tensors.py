@@ -7,11 +7,8 @@ import pytest
 import tiers
 import torch
 import torch.nn.functional as F
-import torch_geometric.nn as pyg
 import torch_geometric.utils as U
 import worlds
-
-import pyg_distcomm.nn as nn
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -97,24 +94,18 @@ CASES = {
     "division by nodes": lambda d: d.x.sum() / d.num_nodes,
     "division by len": lambda d: d.x.sum() / len(d.y),
     "sum loss": lambda d: F.cross_entropy(d.x, d.y, reduction="sum") / d.num_nodes,
-    "mask": lambda d: F.cross_entropy(d.x[_steps(d)], d.y[_steps(d)]),
     "arange": lambda d: d.x[torch.arange(d.num_nodes // 3)],
     "randperm": lambda d: d.x[_perm(d)[:17]],
-    "view": lambda d: d.x.view(d.x.size(0), -1, 1),
-    "view -1": lambda d: d.x.view(-1, 7),
     "new zeros": _written,
     "into plain": _plain_written,
     "zeros": lambda d: d.x + 0 * _ones(d, d.num_nodes, 1),
-    "arange row": lambda d: d.x * _counted(d, d.num_nodes).view(-1, 1),
     "ones for selection": lambda d: (
         d.x[d.train_mask] * _counted(d, int(d.train_mask.sum())).view(-1, 1)
     ),
-    "cat": lambda d: torch.cat([d.x, _ones(d, d.num_nodes, 2)], 1),
     "cat rows": lambda d: torch.cat([d.x[d.train_mask], d.x[:9], _ones(d, 3, 7)]),
     "columns meet rows": lambda d: d.x[:, 0] * _counted(d, 3).view(-1, 1),
     "one column meets rows": lambda d: d.x * _ones(d, 1, 1, 1),
     "row": lambda d: d.x[5] + d.x[-1],
-    "range": lambda d: d.x[10:30:3],
     "list": lambda d: d.x[[4, 4, 0]],
     "entries": lambda d: d.x[torch.arange(d.num_nodes), d.y],
     "some entries": lambda d: d.x[[4, 0, 4], [1, 3, 1]],
@@ -141,43 +132,23 @@ CASES = {
     "topk": lambda d: d.x[:, 0].topk(7).values,
     "cumsum": lambda d: d.x.cumsum(0),
     "logsumexp": lambda d: d.x.logsumexp(0),
-    "median": lambda d: d.x.median(0).values,
-    "one_hot": lambda d: F.one_hot(d.y).double() * d.x[:, :1],
-    "where numbers": lambda d: d.x[torch.where(d.train_mask)[0]],
     "masked write": lambda d: d.x.clone().masked_fill(~d.train_mask.view(-1, 1), 0),
     "in place ids": lambda d: _set_ids(d.x.clone()),
     "ids of edges": lambda d: d.x[d.edge_index[0]] * d.x[d.edge_index[1]],
     "edges stacked": lambda d: (
         torch.stack([d.edge_index[0], d.edge_index[1] + 1]) * 0.5
     ),
-    "index_select": lambda d: d.x.index_select(0, d.edge_index[0]),
     "masked edges": lambda d: d.x[d.edge_index[:, d.edge_weight > 0.5][0]],
     "degree": lambda d: U.degree(d.edge_index[0], d.num_nodes) * d.x[:, 0],
     "degree in": lambda d: U.degree(d.edge_index[1], d.num_nodes) * d.x[:, 0],
-    "softmax by target": lambda d: U.softmax(
-        d.x[d.edge_index[0]][:, 0], d.edge_index[1], num_nodes=d.num_nodes
-    ),
-    "pool mean": lambda d: pyg.global_mean_pool(d.x, d.y),
-    "pool max": lambda d: pyg.global_max_pool(d.x, d.y),
-    "pool add, no batch": lambda d: pyg.global_add_pool(d.x, None),
-    "embedding": lambda d: (
-        F.embedding(d.y, _counted(d, 8).view(4, 2).double()) * d.x[:, :2]
-    ),
-    "lookup": lambda d: _counted(d, 4).double()[d.y] * d.x[:, 0],
     "plain whole masked": lambda d: (
         _perm(d).double().to(d.x.device)[d.train_mask] * d.x[d.train_mask][:, 0]
     ),
+    "softmax by target": lambda d: U.softmax(
+        d.x[d.edge_index[0]][:, 0], d.edge_index[1], num_nodes=d.num_nodes
+    ),
     **{f"scatter {r}": _scatter(r) for r in ("sum", "mean", "max", "min")},
     **{f"edges {r}": _over_edges(r) for r in ("sum", "mean", "max", "min")},
-    "graph norm": lambda d: pyg.GraphNorm(7).double()(d.x),
-    "graph size norm": lambda d: pyg.GraphSizeNorm()(d.x),
-    "pair norm": lambda d: pyg.PairNorm()(d.x),
-    "instance norm": lambda d: nn.InstanceNorm(7).double()(d.x),
-    "layer norm of shape": lambda d: F.layer_norm(d.x, d.x.shape[1:]),
-    "mean subtraction": lambda d: pyg.MeanSubtractionNorm()(d.x),
-    "diff group norm": lambda d: pyg.DiffGroupNorm(7, 3).double()(d.x),
-    "inner product": lambda d: pyg.InnerProductDecoder()(d.x, d.edge_index),
-    "all pairs": lambda d: pyg.InnerProductDecoder().forward_all(d.x),
 }
 
 
