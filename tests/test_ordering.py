@@ -84,7 +84,7 @@ def late_epoch(widths, grid, oblivious):
 @tiers.cover(("name", "oblivious"), [*SHAPES][1:], [False, True], step=2)
 def test_words_fall_as_the_widths_say(name, oblivious):
     widths, times = SHAPES[name]
-    found = worlds.run(late_epoch, 3, widths, (3, 1, 1), oblivious)
+    found = worlds.run(late_epoch, 2, widths, (2, 1, 1), oblivious)
     words = [sum(each) for each in zip(*(words for words, _ in found), strict=True)]
     reference = sum(reference for _, reference in found)
     assert words[2] == words[3]
@@ -114,7 +114,7 @@ def switches(layer):
 
 @tiers.parametrize("layer", [DistGCNConv, DistSAGEConv], [DistSAGEConv])
 def test_every_order_is_the_same_function(layer):
-    found = worlds.run(switches, 3, layer)
+    found = worlds.run(switches, 2, layer)
     words = {key: sum(each[key] for each in found) for key in found[0]}
     unit = words["first", False] / (9 + 4 + 4)  # no input gradient at the first
     assert words["first", True] == unit * (4 + 4)
