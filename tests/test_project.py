@@ -320,8 +320,8 @@ for kind in (pdc.nn.GCNConv, pdc.nn.GATConv, torch_geometric.nn.GATConv):
 after = known()
 changed = [name for name, value in before.items() if after.get(name, value) is not value]
 assert len(before) > 10_000 and not changed, changed
-for layer in (torch_geometric.nn.GCN(4, 4, 2, 3), torch_geometric.nn.SAGEConv(4, 3)):
-    assert torch.jit.script(layer)(data.x, data.edge_index).shape == (n, 3)
+layer = torch.jit.script(torch_geometric.nn.SAGEConv(4, 3))
+assert layer(data.x, data.edge_index).shape == (n, 3)
 assert isinstance(share, torch_geometric.data.Data)
 """
 
