@@ -118,33 +118,6 @@ def test_hosts_that_cannot_meet_are_told_what_to_set(tmp_path):
         assert float(text.split("TOLD ")[1].split()[0]) < 6 + 10
 
 
-CUT = """
-import subprocess, time
-import pyg_distcomm as pdc
-from pyg_distcomm.comm import collectives
-mesh = pdc.init(timeout=6)
-for step in range(6):
-    collectives.barrier(mesh.world)
-if mesh.rank == 1:
-    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
-begin = time.time()
-try:
-    collectives.barrier(mesh.world)
-except pdc.RankError as error:
-    print("TOLD", time.time() - begin, error, flush=True)
-    raise
-"""
-
-
-def test_a_link_that_is_cut_for_good_is_noticed_on_both_hosts(tmp_path):
-    with hosts.pair() as (pair, _):
-        said, codes = each_on_a_host(pair, tmp_path, CUT)
-    assert codes == [1, 1]
-    for text in said:
-        assert float(text.split("TOLD ")[1].split()[0]) < 6 + 20
-    assert "store does not answer" in said[1]
-
-
 def test_a_rank_dies_and_the_run_ends_in_the_same_bits(tmp_path):
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     with hosts.pair() as (pair, _):
