@@ -375,15 +375,16 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
 
     Where there are as many edges as nodes, ones stand for edges, and zeros for sums at nodes.
     """
-    x, size, *rest = args
-    size = list(size)
+    x, size, rest = args[0], list(args[1]), args[2:]
     d = x.dim_ if len(size) == x.dim() else 0
+    if len(size) == 3 and size[1] == x.rows.count != size[d]:
+        d = 1  # as of first states of a recurrent layer
     rows = space_of(x.rows, size[d]) if size else None
     ones = func in (aten.new_ones.default, aten.new_full.default)
     if size and (d or (ones and not x.dim_)) and size[d] == x.size(d):
         rows = x.rows
     if func is aten.new_empty_strided.default:
-        func, rest = aten.new_empty.default, []
+        func, rest = aten.new_empty.default, ()
     if rows is None or type(x) is not DistTensor:
         return func(x.local, size, *rest, **kwargs)
     size[d] = len(rows)
