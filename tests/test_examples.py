@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ import pyg_distcomm
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {ROOT / "examples/graphs.py"})
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(
+    find_spec("sklearn") is None, reason="scikit-learn is not installed"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
