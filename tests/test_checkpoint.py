@@ -76,9 +76,9 @@ def _resume(path, embedding):
 @pytest.mark.parametrize("embedding", [tiers.rarely(False), True])
 def test_resume_on_another_number_of_ranks(tmp_path, embedding):
     path = str(tmp_path / "ckpt")
-    want = worlds.run(_save, 3, path, embedding)[0]
+    want = worlds.run(_save, 2, path, embedding)[0]
     assert [p.name for p in tmp_path.iterdir()] == ["ckpt"]
-    for size in (1, 2) if embedding else (2, 3):
+    for size in (1, 2) if embedding else (1, 3):
         got = worlds.run(_resume, size, path, embedding)[0]
         assert got == pytest.approx(want, rel=1e-9)
 

@@ -143,7 +143,7 @@ def test_cuda_is_the_device_of_local_rank(asked, local, count, found, monkeypatc
     assert store.chosen_device(asked) == torch.device(found)
 
 
-@tiers.parametrize(("size", "same"), [(2, True), (3, True), (3, False)], [(3, True)])
+@tiers.parametrize(("size", "same"), [(2, True), (3, True), (3, False)], [(2, True)])
 @worlds.on()
 def test_whole_blocks_by_one_collective(size, same):
     """Multiplies by whole blocks, on a graph whose blocks have one size or not."""

@@ -107,7 +107,7 @@ def test_random_bytes_never_run():
             continue
 
 
-@worlds.on(3)
+@worlds.on(2)
 def test_ranks_tell_each_other_values_or_all_refuse():
     axis = worlds.mesh().world
     value = {"rank": axis.rank, "x": torch.arange(axis.rank)}

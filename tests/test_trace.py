@@ -94,7 +94,7 @@ def assert_adds_up(trace, rank, ledger):
             assert counts[key][name] == getattr(entry, name), (key, name)
 
 
-@tiers.parametrize("size", [1, 2, 3, 4], [1, 4])
+@tiers.parametrize("size", [1, 2, 3, 4], [1, 2])
 @worlds.on()
 def test_events_add_up_to_the_ledger_of_each_rank(size, tmp_path):
     path = tmp_path / ("run.json.gz" if size == 3 else "run.json")
@@ -189,7 +189,7 @@ def divided(path, mesh):
         return 1 // 0
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2])
 @worlds.on()
 def test_misuse_raises_on_all_ranks_and_errors_of_a_script_harm_nothing(size, tmp_path):
     mesh = worlds.mesh(fresh=True)
