@@ -86,7 +86,7 @@ def trained(name, graph, cutter, reentrant=None):
     return {k: alike.whole(v).detach() for k, v in found.items() if v is not None}
 
 
-RANKS = [(2, "random"), (3, "empty_rank"), (4, "metis")]
+RANKS = [(2, "random"), (2, "metis"), (3, "empty_rank")]
 
 
 @tiers.cover(

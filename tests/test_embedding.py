@@ -64,7 +64,7 @@ def _trained(optimizer, sparse):
 KINDS = [("sgd", True), ("sgd", False), ("adagrad", True), ("sparse_adam", True)]
 
 
-@tiers.cover(("kind", "size"), [*KINDS, ("adam", False)], [4, 1, 2], step=2)
+@tiers.cover(("kind", "size"), [*KINDS, ("adam", False)], [2, 4], step=2)
 def test_minibatches_train_the_rows_that_torch_trains(kind, size):
     optimizer, sparse = kind
     torch.manual_seed(5)
@@ -118,7 +118,7 @@ def _full_graph(data, embedding_of, steps=4):
     return net
 
 
-@tiers.parametrize("size", [1, 2, 3], [1, 3])
+@tiers.parametrize("size", [1, 2, 3], [2])
 @worlds.on()
 def test_full_graph_training_is_that_of_one_process(size):
     data, share = alike.share_of("undirected")
@@ -146,7 +146,7 @@ def _saved(path, optimizer, resumes):
     return emb.weight.detach().full_tensor()
 
 
-@tiers.cover(("optimizer", "size"), [*OPTIMIZERS], [4, 1, 2], step=3)
+@tiers.cover(("optimizer", "size"), [*OPTIMIZERS], [1, 4, 2], step=3)
 def test_a_run_goes_on_from_a_checkpoint_on_other_ranks(tmp_path, optimizer, size):
     path = str(tmp_path / "ckpt")
     want = worlds.run(_saved, 2, path, optimizer, False)[0]
@@ -200,7 +200,7 @@ def test_a_whole_table_in_place_of_the_rows_is_refused():
     assert thin(torch.arange(N)).shape == (N, 0)
 
 
-@tiers.parametrize("size", [2, 3], [3])
+@tiers.parametrize("size", [2, 3], [2])
 @worlds.on()
 def test_distinct_rows_of_other_ranks_travel_once_each_way(size):
     mesh = worlds.mesh()
