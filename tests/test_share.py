@@ -55,7 +55,7 @@ def test_ranks_compare_pieces_of_what_is_long(monkeypatch, shape):
         assert consistency.sampled_digest(other) != mark
 
 
-@tiers.parametrize("size", [1, 2, 3], [3])
+@tiers.parametrize("size", [1, 2, 3], [2])
 def test_a_folder_is_the_graph_and_reports_alike(tmp_path, size):
     data = GRAPHS["directed"]()
     owners = cut(data.edge_index, 60, size, "ldg", train_mask=data.train_mask)
@@ -112,9 +112,9 @@ def test_cached_operators_follow_their_weights(grid):
     ("method", "grid"),
     itertools.product(
         ["metis", "random", "grid"],
-        [(1, 1, 1), (3, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
+        [(1, 1, 1), (3, 1, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
     ),
-    [("grid", (2, 2, 1))],
+    [("grid", (1, 2, 1))],
 )
 @worlds.on()
 def test_refined_shares_are_the_same_on_all_ranks(tmp_path, method, grid):
@@ -184,7 +184,7 @@ def folder(tmp_path_factory):
     return str(out)
 
 
-@tiers.parametrize("size", [1, 2, 3, 4], [2, 3])
+@tiers.parametrize("size", [1, 2, 3, 4], [2])
 @worlds.on()
 def test_fewer_ranks_have_the_same_graph(folder, size):
     mesh, whole = worlds.mesh(), graph()
