@@ -335,13 +335,9 @@ class Stream(torch.utils.data.IterableDataset):
         yield from dataset("clouds")[worker.id :: worker.num_workers]
 
 
-def shuffled_by_workers(lib, **more):
-    options = {"shuffle": True, "drop_last": True, "pin_memory": True, **more}
+def shuffled_by_workers(lib):
+    options = {"shuffle": True, "drop_last": True, "pin_memory": True}
     return lib.DataLoader(Noisy(), 4, num_workers=2, **options)
-
-
-def kept(lib):
-    return shuffled_by_workers(lib, persistent_workers=True)
 
 
 def own_batches(lib):
@@ -355,7 +351,7 @@ def streamed(lib):
     return lib.DataLoader(Stream(), 2, num_workers=2)
 
 
-BY_WORKERS = {f.__name__: f for f in (shuffled_by_workers, kept, own_batches, streamed)}
+BY_WORKERS = {f.__name__: f for f in (shuffled_by_workers, own_batches, streamed)}
 
 
 def epochs(loader):

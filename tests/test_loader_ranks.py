@@ -55,13 +55,10 @@ def contents(batch):
 # Dealing, cut or not, resumed ----------------------------------------------------------
 
 
-ON_2, ON_3 = ("shadow", "links"), ("types",)
-
-
 @tiers.parametrize(
     ("size", "kind"),
     itertools.product([1, 2, 3, 4], LOADERS),
-    [*((2, kind) for kind in ON_2), *((3, kind) for kind in ON_3)],
+    [(2, kind) for kind in ("shadow", "links", "types")],
 )
 @worlds.on()
 def test_batch_t_goes_to_rank_t_mod_p_of_a_whole_graph_and_of_a_share(size, kind):
