@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiers
 import torch
+from test_cutters import rng
 from test_saving import flips
 from torch_geometric.data import Data
 
@@ -32,10 +33,6 @@ N, E, P = 41, 230, 4
 
 def halves(data):
     return cut(data.edge_index, data.num_nodes, 2, "block")
-
-
-def rng(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def graph(seed=0):
