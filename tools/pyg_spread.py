@@ -116,7 +116,8 @@ class Spreader:
                 try:
                     spread = leaves(self.spread(given, one))
                 except (ValueError, KeyError) as error:
-                    raise Skipped(f"not the rows of one graph: {error}") from None
+                    why = str(error).partition(":")[0]
+                    raise Skipped(f"not the rows of one graph: {why}") from None
                 try:
                     twin = copy.deepcopy(one)
                     twin = twin if self.as_is else pdc.convert(twin)
@@ -313,9 +314,7 @@ def measured(module, given):
     if isinstance(loss, torch.Tensor):
         loss.backward()
         wanted = {f"gradient of {k}": p.grad for k, p in module.named_parameters()}
-        for k, v in tensors(given, "input"):
-            if v.requires_grad:
-                wanted[f"gradient of {k}"] = v.grad
+        wanted |= {f"gradient of {k}": v.grad for k, v in tensors(given, "input")}
         found |= {k: g for k, g in wanted.items() if g is not None}
     return {k: whole(v) for k, v in found.items()}
 
