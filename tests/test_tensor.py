@@ -257,11 +257,9 @@ def square(x):
 
 # of each row alone, in ways that torch has a kernel for and that decompose: nothing travels
 WITHIN = {
-    "prelu": lambda x: F.prelu(x, weights(x, 7)),
-    "prelu of one": lambda x: F.prelu(x, weights(x, 1)),
-    "hardswish": lambda x: F.hardswish(x) + F.hardsigmoid(x),
+    "prelu": lambda x: F.prelu(x, weights(x, 7)) + F.prelu(x, weights(x, 1)),
+    "hardswish": lambda x: F.hardswish(x) + F.hardsigmoid(x) + F.mish(x),
     "distances": lambda x: torch.cdist(x, counted(x, 5, 7)),
-    "mish": lambda x: F.mish(x),
     "shrinks": lambda x: F.hardshrink(x) + F.softshrink(x),
     "bce": lambda x: F.binary_cross_entropy_with_logits(x, other(x)),
     "bce sum": lambda x: F.binary_cross_entropy_with_logits(
@@ -271,13 +269,12 @@ WITHIN = {
     "cross": lambda x: torch.linalg.cross(x[:, :3], other(x)[:, :3]),
     "cummax, cumsum": lambda x: x.cummax(1)[0] + x.cumsum(1),
     "sort of columns": lambda x: x.sort(1)[0],
-    "softmax of nodes": lambda x: x.softmax(0),
-    "log_softmax of nodes": lambda x: x.log_softmax(0),
+    "softmax of nodes": lambda x: x.softmax(0) + x.log_softmax(0),
     "softmax of no columns": lambda x: x[:, :0].softmax(0),
     "nansum": lambda x: x.nansum(),
     "aminmax": lambda x: x + torch.aminmax(x.detach(), dim=1)[0][:, None],
     "largest of rows": lambda x: x.round().max(0)[0] + x.min(0, True)[0],
-    "roll": lambda x: x.roll(1, 1),
+    "roll, first rows": lambda x: x.roll(1, 1)[:10],
     "rows of stacks": lambda x: torch.stack([x, -x]).flatten(0, 1).view(2, -1, 7).exp(),
     "diagonal": lambda x: (x @ weights(x, 7, 50)).diagonal(),
     "diag": lambda x: (x @ weights(x, 7, 50)).diag(),
@@ -286,7 +283,6 @@ WITHIN = {
     "tril, diagonals": lambda x: cube(x).tril().diagonal(-1, 1, 2),
     "diag_embed": lambda x: torch.diag_embed(x),
     "unfold": lambda x: x.unfold(1, 3, 2),
-    "first rows": lambda x: x[:10],
     "complex": lambda x: torch.complex(x, other(x)).abs(),
     "view as complex": lambda x: torch.view_as_complex(x[:, :2].contiguous()).abs(),
     "fft": lambda x: torch.fft.rfft(x).abs(),
@@ -308,6 +304,10 @@ WITHIN = {
     "numbers by a mask": lambda x: x[x > 0.3] * x.masked_select(x > 0.3).detach(),
     "signals of rows": lambda x: F.conv2d(x[None, None], weights(x, 2, 1, 1, 3)),
     "attention": lambda x: F.scaled_dot_product_attention(*[cube(x)[:, None]] * 3),
+    "pairs of ids": lambda x: x[x.argsort(1)[:, :2]] * counted(x, 2, 1),
+    "norm of plain rows": lambda x: (
+        x * F.batch_norm(weights(x, 50, 7) @ (x.t() @ x), None, None, training=True)
+    ),
 }
 
 

@@ -371,6 +371,10 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
     given = _indices(given)
     used = [i for i, v in enumerate(given) if v is not None]
     d, v = used[0], given[used[0]]
+    wide = v.dtype == torch.bool and v.dim() > 1
+    if add and used == [0] and v.dim() > 1 and not wide:
+        value = value.expand(*v.shape, *x.shape[1:]).flatten(0, v.dim() - 1)
+        v = v.flatten()
     mutable, found = func._schema.is_mutable, None
     if type(x) is not DistTensor:
         if len(used) == 1 and v.dim() == 1 and add and v.dtype != torch.bool:
@@ -379,15 +383,10 @@ def index_put(func: Any, args: Any, kwargs: Any) -> Any:
         found = _put_several(x, given, value, mutable) if add else None
     elif len(used) == 1 and x.dim_ == d and v.dim() == 1:
         found = _put_rows(x, d, v, value, add, mutable)
-    elif (
-        len(used) == 1
-        and v.dtype == torch.bool
-        and v.dim() > 1
-        and (merged := _merged(x, d, v))
-    ):
+    elif len(used) == 1 and wide and (merged := _merged(x, d, v)):
         found = _put_rows(*merged, value, add, False).view(x.shape)
         found = x.copy_(found) if mutable else found
-    elif v.dtype == torch.bool and v.dim() > 1:
+    elif wide:
         pass  # along the rows, behind other dimensions
     elif len(used) == 1 and x.dim_ != d and type(v) is not DistTensor:
         right = x.dim() - x.dim_ + (v.dim() - 1 if x.dim_ < d else 0)

@@ -351,20 +351,21 @@ def _wide(x: Tensor) -> Tensor:
 def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
     """Takes the gradient of `batch_norm`."""
     g, x, w, mean, var, middle, scale, training, eps, mask = args
-    if type(x) is not DistTensor or x.dim_ == 1:
+    like = x if type(x) is DistTensor else g  # of plain rows, each rank's own part
+    if type(like) is not DistTensor or like.dim_ == 1:
         return whole.apply(func, args, kwargs)
-    own_g, rows = _wide(local_at(g, x.rows, x.dim_)), x.rows
+    rows, at = like.rows, like.dim_
+    out, own_x = (_wide(local_at(t, rows, at)) for t in (g, x))
     shape = [1, -1, *[1] * (x.dim() - 2)]
     if not training:
         middle, scale = mean, (var + eps).rsqrt()
-    hat = (_wide(x.local) - middle.view(shape)) * scale.view(shape)
+    hat = (own_x - middle.view(shape)) * scale.view(shape)
     dims = [0, *range(2, x.dim())]
     n = x.numel() // max(x.size(1), 1)
-    sums = torch.stack([own_g.sum(dims), (own_g * hat).sum(dims)])
-    out = own_g
+    sums = torch.stack([out.sum(dims), (out * hat).sum(dims)])
     if training:
         gb, gw = over_ranks(sums, rows.mesh)
-        out = own_g - (gb / n).view(shape) - hat * (gw / n).view(shape)
+        out = out - (gb / n).view(shape) - hat * (gw / n).view(shape)
     else:
         total = summed_over_ranks(sums, rows.mesh)
         gb, gw = total[0], total[1]
@@ -373,7 +374,7 @@ def batch_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
         out = out * w.view(shape)
     kind = x.dtype if w is None else w.dtype
     return (
-        DistTensor(out.to(x.dtype), rows, x.dim_),
+        DistTensor(out.to(x.dtype), rows, at),
         gw.to(kind) if mask[1] else None,
         gb.to(kind) if mask[2] else None,
     )
