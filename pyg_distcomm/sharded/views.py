@@ -216,24 +216,25 @@ def _sliced(rows: Rows, begin: int, end: int, step: int) -> tuple[Rows, Tensor]:
 
 @rule(aten.as_strided.default)
 def as_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    """Takes a range of rows of a gradient, where a plain tensor got rows by a slice.
+    """Takes a range, or one of a stack, of a gradient, where a plain tensor got rows so.
 
     Autograd writes to it at once; a write to every k-th row is carried to the gradient.
     """
     x, size, stride = args[:3]
-    row = math.prod(x.shape[1:])
+    row, one = math.prod(x.shape[1:]), x.dim_ > 0 and len(size) < x.dim()
+    size, stride = [1] * one + list(size), [row] * one + list(stride)
     step, rest = divmod(stride[0], row) if row and stride else (0, 1)
     begin, inside = divmod(args[3] if len(args) > 3 and args[3] else 0, row or 1)
     whole_rows = list(size[1:]) == list(x.shape[1:]) and not rest and not inside
     inner = [math.prod(x.shape[d + 1 :]) for d in range(1, x.dim())]
-    if x.dim_ or not in_backward() or not whole_rows or list(stride[1:]) != inner:
+    if not in_backward() or not whole_rows or list(stride[1:]) != inner:
         return whole.apply(func, args, kwargs)
     end = begin + (size[0] - 1) * step + 1 if size[0] else begin
     out = slice_(aten.slice.Tensor, (x, 0, begin, end, max(step, 1)), {})
     if out._copied and not x._copied:
         where = _sliced(x.rows, begin, end, max(step, 1))[1]
         out.carried, out._copied = (x, where.to(x.device)), False
-    return out
+    return select(aten.select.int, (out, 0, 0), {}) if one else out
 
 
 @rule(
@@ -249,8 +250,7 @@ def split(func: Any, args: Any, kwargs: Any) -> Any:
     if d != x.dim_:
         return [_view(x, part, x.dim_) for part in func(x.local, sizes, d)]
     if isinstance(sizes, int):
-        n = x.size(d)
-        sizes = [min(sizes, n - i) for i in range(0, n, sizes)] or [0]
+        sizes = [min(sizes, x.size(d) - i) for i in range(0, x.size(d), sizes)] or [0]
     ends = itertools.accumulate(sizes, initial=0)
     return [
         slice_(aten.slice.Tensor, (x, d, at, at + size, 1), {})
