@@ -279,7 +279,7 @@ def test_references_and_citations_agree():
 BOUNDS = {
     "lines": 53_349,
     "modules": 139,
-    "lines of tests and their helpers": 34_912,
+    "lines of tests and their helpers": 34_905,
     "lines of CONTRIBUTING.md": 250,
     "classes of more than 20 methods or 15 attributes": 11,
     "classes that intercept ops or functions of torch": 4,

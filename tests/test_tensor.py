@@ -371,6 +371,20 @@ def test_an_lstm_of_each_row_gathers_none():
     assert "gather add" not in share.x.rows.mesh.ledger.table()
 
 
+@worlds.on(2)
+def test_rows_are_written_to_one_of_a_stack():
+    """As fixed-step solvers of differential equations do."""
+    data, share = _share("empty_rank")
+
+    def filled(x):
+        out = torch.zeros(3, *x.shape, dtype=x.dtype)
+        for step in range(3):
+            out[step] = x * (step + 1)
+        return out[1] * out[2]
+
+    alike.same(alike.step(filled, share.x), alike.step(filled, data.x))
+
+
 ORDERS = (0, 0.5, -1, 1.5, 3, -math.inf)
 NORMS = {
     "norm": lambda x, p: torch.norm(x, p),
