@@ -377,9 +377,9 @@ def new(func: Any, args: Any, kwargs: Any) -> Any:
     """
     x, size, rest = args[0], list(args[1]), args[2:]
     d = x.dim_ if len(size) == x.dim() else 0
-    if len(size) == 3 and size[1] == x.rows.count != size[d]:
-        d = 1  # as of first states of a recurrent layer
     rows = space_of(x.rows, size[d]) if size else None
+    if rows is None and len(size) == 3 and size[1] == x.rows.count:
+        d, rows = 1, x.rows  # first states of a recurrent layer
     ones = func in (aten.new_ones.default, aten.new_full.default)
     if size and (d or (ones and not x.dim_)) and size[d] == x.size(d):
         rows = x.rows
