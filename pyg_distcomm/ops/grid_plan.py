@@ -411,8 +411,8 @@ class BlockPlan:
         line = (self.mesh.row, self.mesh.col)[axis]
         if dense:
             sizes = collectives.all_gather_counts([len(self.own_gid)], line)
-            counts, op = [count for (count,) in sizes], "plan"
-            ids = collectives.all_gather_rows(self.own_gid, counts, line, op)
+            counts = [count for (count,) in sizes]
+            ids = collectives.all_gather_rows(self.own_gid, counts, line, "plan")
         else:
             ids = gid.unique()
             owner = self._place(ids, axis)
